@@ -187,9 +187,10 @@ class Training:
         if self.args.lora.rank:
             raise ValueError(f"--lora.rank {self.args.lora.rank}: {name} has no adapters that could follow those of "
                              f"the policy; this script needs --lora.rank 0")
-        self.models[name] = load_policy(path, self.args.policy, self.world, FLOAT32_FROZEN)
-        self.optimizers[name] = torch.optim.SGD(self.models[name].parameters())
-        return self.models[name]
+        model = load_policy(path, self.args.policy, self.world, FLOAT32_FROZEN)
+        self.models[name] = model
+        self.optimizers[name] = torch.optim.SGD(model.parameters())
+        return model
 
     def _before_loading(self, name: str) -> None:
         if name in self.models:

@@ -20,6 +20,7 @@ from typing import Any
 
 from tools.terminal import quoted, visible
 from tools.trl_options import (
+    ARGUMENTS,
     BOOLS,
     DEFAULTS,
     KINDS,
@@ -36,6 +37,13 @@ from tools.trl_options import (
 )
 
 START = re.compile(r"^\W*(?:\$ )?((?:\w+=\S+ +)*(?:accelerate launch|torchrun|python3?|uv run|trl)\b.*)$")
+# arguments of a trainer that are not in its configuration: with a place of their own here, and those read elsewhere
+TRAINER_NAMES = {"model": "model_name_or_path", "reward_funcs": "reward_funcs",
+                 "teacher_model": "teacher_model_name_or_path"}
+TRAINER_KNOWN = ("args", "train_dataset", "eval_dataset", "processing_class", "peft_config", "tokenizer",
+                 "quantization_config")
+TRAINER_POSITIONS = {"GRPOTrainer": ("model", "reward_funcs", "args"), "RLOOTrainer": ("model", "reward_funcs", "args"),
+                     "DPOTrainer": ("model", "ref_model", "args"), "SFTTrainer": ("model", "args")}
 ON = ("true", "t", "yes", "y", "1")                                     # in any case, as transformers reads them
 OFF = ("False", "false", "0", "no", "None", "none", "")
 MAX_RESPONSE = "--rollout.max-response-length"
@@ -88,8 +96,9 @@ class Translation:
 
 # --------------------------------------------------------------------------- reading
 
-def words_of(command: str) -> tuple[str, Options] | None:
-    """TRL's script in a command, and its options. None: no script of TRL's is started."""
+def words_of(command: str, own: str = "") -> tuple[str, Options] | None:
+    """TRL's script in a command, and its options. None: no script of TRL's is started. `own`: another name that is one,
+    of the file that the command stands in."""
     try:
         words = shlex.split(command, comments=True)
     except ValueError:
@@ -97,7 +106,7 @@ def words_of(command: str) -> tuple[str, Options] | None:
     for place, word in enumerate(words):
         name = Path(word).stem if word.endswith(".py") else word.removeprefix("trl.scripts.")
         is_script = word.endswith(".py") or word.startswith("trl.scripts.") or (place and words[place - 1] == "trl")
-        if is_script and (name in KINDS or name in NO_SCRIPT):
+        if is_script and (name in KINDS or name in NO_SCRIPT or name == own):
             return name, processes_of(words[:place]) | options_of(words[place + 1 :])
     return None
 
@@ -128,10 +137,10 @@ def options_of(words: list[str]) -> Options:
     return found
 
 
-def commands_of(text: str) -> list[tuple[str, Options]]:
-    """Those of a text's lines that start one of TRL's scripts."""
+def commands_of(text: str, own: str = "") -> list[tuple[str, Options]]:
+    """Those of a text's lines that start one of TRL's scripts, or the one named `own`."""
     lines = re.sub(r"\\\s*\n", " ", text).splitlines()
-    found = [words_of(match[1].rstrip("`")) for line in lines if (match := START.match(line))]
+    found = [words_of(match[1].rstrip("`"), own) for line in lines if (match := START.match(line))]
     return [one for one in found if one]
 
 
@@ -154,9 +163,12 @@ def settings_of(tree: ast.Module) -> tuple[str, Options, list[str]]:
             found |= {LORA[key]: ["8"] for key in ("r", "lora_alpha") if key not in given}
             renamed = {key: LORA.get(key, f"LoraConfig.{key}") for key in given}
         elif name.endswith("Trainer"):
-            renamed = {"model": "model_name_or_path", "reward_funcs": "reward_funcs"}
+            given = dict(zip(TRAINER_POSITIONS.get(name, ("model",)), node.args)) | given
+            renamed = {key: TRAINER_NAMES.get(key, f"{name}.{key}") for key in given if key not in TRAINER_KNOWN}
         else:
             continue
+        if any(keyword.arg is None for keyword in node.keywords):
+            notes.append(f"{name}(**...): what it holds is not read")
         for key, value in given.items():
             if key not in renamed:
                 continue
@@ -166,9 +178,26 @@ def settings_of(tree: ast.Module) -> tuple[str, Options, list[str]]:
                 listed = value.elts if isinstance(value, ast.List) else [value]
                 if key == "reward_funcs" and (isinstance(value, ast.List) or ast.unparse(value) in functions):
                     found["reward_funcs"] = [ast.unparse(one) for one in listed]
+                elif "." in renamed[key]:                               # of a trainer: that it is given is what counts
+                    found[renamed[key]] = [ast.unparse(value)]
                 elif key not in ("model", "args") and key not in NEEDLESS and renamed[key] not in NEEDLESS:
                     notes.append(f"{key}={ast.unparse(value)} is no plain value and not used")
+    named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id.endswith("Config")}
+    named &= {*KINDS, *NO_SCRIPT}
+    if not kind and len(named) == 1:                                    # TrlParser((ScriptArguments, GRPOConfig))
+        kind = named.pop()
     return kind, found, notes
+
+
+def data_of(tree: ast.Module) -> Options:
+    """The name of the data set that the code loads, if it is one and a plain text."""
+    loaded = [node.args for node in ast.walk(tree) if isinstance(node, ast.Call)
+              and ast.unparse(node.func).rpartition(".")[2] == "load_dataset" and node.args]
+    names = {args[0].value for args in loaded if isinstance(args[0], ast.Constant) and isinstance(args[0].value, str)}
+    configs = {args[1].value for args in loaded if len(args) > 1 and isinstance(args[1], ast.Constant)}
+    if len(names) != 1:
+        return {}
+    return {"dataset_name": [*names]} | ({"dataset_config": [str(*configs)]} if len(configs) == 1 else {})
 
 
 def as_words(value: Any) -> list[str]:
@@ -195,9 +224,15 @@ def read(source: str) -> tuple[list[tuple[str, Options]], list[str]]:
         except SyntaxError as error:
             raise ValueError(f"{source} is no Python: {error}") from None
         kind, settings, notes = settings_of(tree)
+        settings = data_of(tree) | settings
         if settings and not kind and path.stem in KINDS:
             kind = path.stem
-        found = [(name, settings | options) for name, options in commands_of(ast.get_docstring(tree) or "")]
+        if "vlm" in path.stem and KINDS.get(kind) in ("sft", "dpo"):
+            kind = f"{KINDS[kind]}_vlm"
+        given = commands_of(ast.get_docstring(tree) or "", path.stem)
+        is_known = path.stem in KINDS or path.stem in NO_SCRIPT
+        found = [(name if name != path.stem or is_known else kind, settings | options) for name, options in given
+                 if name != path.stem or is_known or kind]
         if not found and kind:
             found = [(kind, settings)]
         elif not found and (path.stem in KINDS or path.stem in NO_SCRIPT):
@@ -213,7 +248,7 @@ def read(source: str) -> tuple[list[tuple[str, Options]], list[str]]:
 def translate(name: str, options: Options, gpus: int = 0) -> Translation:
     """Our command for one of TRL's. `gpus` 0: as many as its launcher starts. ValueError where there is no script."""
     if name in NO_SCRIPT:
-        raise ValueError(f"{name}: no script here trains so; README.md has a table of those that exist")
+        raise ValueError(f"{name}: this tool translates none of its commands; {NO_SCRIPT[name]}")
     given = {option: values for option, values in options.items() if values != ["None"]}    # as if not given
     started = " ".join(given.pop("num_processes", []))                  # of the launcher, or of `trl sft`
     gpus = gpus or (int(started) if started.isdecimal() else 0) or 1
@@ -248,7 +283,12 @@ def translate(name: str, options: Options, gpus: int = 0) -> Translation:
         said = " ".join([f"--{option}", *values])
         if option in new.used or (option in SAME and SAME[option] in new.flags):
             continue
-        if option in NEEDLESS:
+        # an argument of a trainer stands with the trainer's name
+        name, is_argument = option.rpartition(".")[2], "Trainer." in option
+        said = " ".join([f"{option}={' '.join(values)}"]) if is_argument else said
+        if is_argument and name in ARGUMENTS:
+            new.without[said] = ARGUMENTS[name]
+        elif option in NEEDLESS:
             new.needless[said] = NEEDLESS[option]
         elif option in WITHOUT:
             new.without[said] = WITHOUT[option]

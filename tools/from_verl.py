@@ -1,4 +1,5 @@
-"""Prints our command for a verl command: a shell script that starts verl.trainer.main_ppo, or a hydra YAML file.
+"""Prints our command for a verl command: a shell script that starts main_ppo, main_dapo, fully_async_main or a trainer
+of supervised fine-tuning, or a hydra YAML file.
 
     python -m tools.from_verl run_qwen3_8b.sh
     python -m tools.from_verl run_qwen3_8b.sh MODEL_PATH=Qwen/Qwen3-4B trainer.nnodes=2 --rows 7473
@@ -21,6 +22,7 @@ import tyro
 from tools.flags import exit_with_error
 from tools.terminal import quoted, visible
 from tools.verl_keys import BASELINES, DEFAULTS, KL, LOSSES, NEEDLESS, SAME, SCRIPTS, SWITCHES, WITHOUT
+from tools.verl_programs import set_async_launch, set_async_sizes, set_sft
 from tools.verl_settings import Settings, read_settings
 
 ACTOR, ROLLOUT, CORRECTION = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.rollout_correction"
@@ -80,6 +82,8 @@ def in_scripts(flag: str) -> str:
 def translate(given: dict[str, str], program: str = "main_ppo", rows: int = 0) -> Translation:
     """Our flags for verl's keys. `rows`: rows of the training files, to turn a share of the steps into steps."""
     verl = Settings(given)
+    if program == "sft_trainer":
+        return translate_sft(verl)
     ours = Translation(choose_script(verl, program))
     undiscounted = verl.get("algorithm.adv_estimator") in ("remax", "optimal_token_baseline")
     for key, flag in SAME.items():
@@ -95,15 +99,35 @@ def translate(given: dict[str, str], program: str = "main_ppo", rows: int = 0) -
                  set_validation, set_reward, set_trainer):
         part(verl, ours)
     set_steps(verl, ours, rows)
-    # the scripts refuse flags that have no effect
+    drop_idle_flags(ours)
+    end(verl, ours)
+    return ours
+
+
+def translate_sft(verl: Settings) -> Translation:
+    ours = Translation("sft")
+    set_sft(verl, ours)
+    set_launch(verl, ours)
+    set_logs(verl, ours)
+    drop_idle_flags(ours)
+    end(verl, ours)
+    return ours
+
+
+def end(verl: Settings, ours: Translation) -> None:
+    """Name what must be given, and say something of each key."""
+    ours.notes += [f"{flag} must be given" for flag in ("--model", "--train-data") if flag not in ours.flags]
+    sort_the_rest(verl, ours)
+
+
+def drop_idle_flags(ours: Translation) -> None:
+    """The scripts refuse flags that have no effect."""
     if "wandb" not in ours.flags.get("--log.to", []) and ours.flags.pop("--log.wandb-project", None):
         ours.needless["trainer.project_name"] = "it is a project of wandb, which is not in trainer.logger"
     is_constant = ours.flags.get("--optim.schedule", ["constant"]) == ["constant"]
     if is_constant and ours.flags.pop("--optim.min-lr-frac", None):
-        ours.needless[f"{ACTOR}.optim.min_lr_ratio"] = "the learning rate is constant"
-    ours.notes += [f"{flag} must be given" for flag in ("--model", "--train-data") if flag not in ours.flags]
-    sort_the_rest(verl, ours)
-    return ours
+        prefix = "" if ours.script == "sft" else f"{ACTOR}."
+        ours.needless[f"{prefix}optim.min_lr_ratio"] = "the learning rate is constant"
 
 
 def choose_script(verl: Settings, program: str) -> str:
@@ -112,6 +136,12 @@ def choose_script(verl: Settings, program: str) -> str:
     if verl.is_on("distillation.enabled"):
         return "distill"
     estimator = verl.get("algorithm.adv_estimator", "gae")
+    if program == "fully_async_main":
+        if estimator not in ("grpo", "grpo_vectorized") or find_loss(verl) != "grpo":
+            raise ValueError(f"fully_async_main with adv_estimator={estimator}, loss {find_loss(verl)}: async_grpo.py "
+                             f"has samplers on GPUs of their own, and the loss and advantages of grpo.py; for others, "
+                             f"copy it and exchange its two functions")
+        return "async_grpo"
     if estimator in BASELINES:
         return "rloo"
     if estimator == "gae":
@@ -143,6 +173,11 @@ def kl_reward_coef(verl: Settings) -> float:
 
 def set_sizes(verl: Settings, ours: Translation) -> None:
     """verl counts a mini-batch in prompts and a micro-batch in responses or tokens."""
+    tokens = find_token_budget(verl, ours)
+    if ours.script == "async_grpo":
+        set_async_sizes(verl, ours)
+        ours.add("--max-tokens-per-gpu", tokens)
+        return
     prompts, samples = verl.count("data.train_batch_size", 1024), verl.count(f"{ROLLOUT}.n", 1)
     minibatch = verl.count(f"{ACTOR}.ppo_mini_batch_size", 256)
     num_minibatches = max(1, round(prompts / minibatch))
@@ -151,6 +186,15 @@ def set_sizes(verl: Settings, ours: Translation) -> None:
     if prompts != minibatch * num_minibatches:
         ours.notes.append(f"--minibatches-per-step {num_minibatches}, all of one size: {prompts} prompts a step are no "
                           f"multiple of ppo_mini_batch_size={minibatch}")
+    if samples < 2 and ours.script in ("grpo", "dapo", "grpo_variants"):
+        ours.without[f"{ROLLOUT}.n={samples}"] = "a group of one has no baseline; verl takes the reward as advantage"
+    ours.add("--prompts-per-step", prompts)
+    ours.add("--samples-per-prompt", samples)
+    ours.add("--minibatches-per-step", num_minibatches)
+    ours.add("--max-tokens-per-gpu", tokens)
+
+
+def find_token_budget(verl: Settings, ours: Translation) -> float:
     tokens = verl.number(f"{ACTOR}.ppo_max_token_len_per_gpu", 16384)
     responses = verl.number(f"{ACTOR}.ppo_micro_batch_size_per_gpu", 0)
     if responses and not verl.is_on(f"{ACTOR}.use_dynamic_bsz"):
@@ -158,12 +202,7 @@ def set_sizes(verl: Settings, ours: Translation) -> None:
         tokens = responses * longest
         ours.notes.append(f"--max-tokens-per-gpu {tokens}: micro-batches of {responses} responses, at most {longest} "
                           f"tokens each")
-    if samples < 2 and ours.script in ("grpo", "dapo", "grpo_variants"):
-        ours.without[f"{ROLLOUT}.n={samples}"] = "a group of one has no baseline; verl takes the reward as advantage"
-    ours.add("--prompts-per-step", prompts)
-    ours.add("--samples-per-prompt", samples)
-    ours.add("--minibatches-per-step", num_minibatches)
-    ours.add("--max-tokens-per-gpu", tokens)
+    return tokens
 
 
 def set_distillation(verl: Settings, ours: Translation) -> None:
@@ -429,6 +468,8 @@ def set_rollout(verl: Settings, ours: Translation) -> None:
     for key, flag in (("top_k", "--rollout.top-k"), ("val_kwargs.top_k", "--rollout.val-top-k")):
         if (tokens := verl.number(f"{ROLLOUT}.{key}", -1)) > 0:
             ours.add(flag, tokens)
+    if verl.is_on(f"{ROLLOUT}.multi_turn.enable"):
+        set_episodes(verl, ours)
     is_cut = verl.number(f"{ROLLOUT}.top_p", 1) < 1 or "--rollout.top-k" in ours.flags
     if is_cut and not {"--correction.weights", "--correction.bypass"} & ours.flags.keys():
         ours.notes.append("top_p and top_k in training need the engine correction here, for instance "
@@ -446,6 +487,23 @@ def set_rollout(verl: Settings, ours: Translation) -> None:
             extra[name] = before | {inner: value} if inner else value
     if extra:
         ours.add("--rollout.extra", json.dumps(extra))
+
+
+def set_episodes(verl: Settings, ours: Translation) -> None:
+    """multi_turn: verl's tools and users of its GSM8K example are in envs/verl_tools.py; others are written there."""
+    multi_turn = f"{ROLLOUT}.multi_turn"
+    ours.add("--rollout.episode", "envs/verl_tools.py")
+    ours.add("--rollout.tool-parser", verl.get(f"{multi_turn}.format", "hermes"))
+    turns = verl.number(f"{multi_turn}.max_assistant_turns", 0)
+    if turns:
+        ours.add("--rollout.max-turns", turns)
+    else:
+        ours.notes.append("--rollout.max-turns must be given: without max_assistant_turns verl has no limit but the "
+                          "length of a response")
+    for name in ("tool_config_path", "interaction_config_path"):
+        if path := verl.get(f"{multi_turn}.{name}"):
+            ours.notes.append(f"the tools and users that {path} names must be in TOOLS and INTERACTIONS of "
+                              f"envs/verl_tools.py, which has those of verl's GSM8K example: docs/environments.md")
 
 
 def set_model(verl: Settings, ours: Translation) -> None:
@@ -501,13 +559,18 @@ def set_reward(verl: Settings, ours: Translation) -> None:
         ours.add("--overlong-buffer", length)
         ours.add("--overlong-factor", factor)
     model = verl.get("reward.reward_model.model_path")
-    if verl.is_on("reward.reward_model.enable") and model:
+    if verl.is_on("reward.reward_model.enable") and model and path:
+        ours.without[f"reward.reward_model.model_path={model}"] = (
+            f"{path} asks it: a model that writes its judgement is served by vLLM, and --reward.function "
+            f"rewards/judge.py asks it (docs/data.md)")
+    elif verl.is_on("reward.reward_model.enable") and model:
         ours.add("--reward-model.path", model)
         ours.add("--reward-model.alone")
-        ours.notes.append("--reward-model.path takes a sequence classifier with one label; verl has other kinds, too")
+        ours.notes.append("--reward-model.path takes a sequence classifier with one label; of a model that writes its "
+                          "judgement, rewards/judge.py is the counterpart")
 
 
-def set_trainer(verl: Settings, ours: Translation) -> None:
+def set_launch(verl: Settings, ours: Translation) -> None:
     gpus, nodes = verl.count("trainer.n_gpus_per_node", 8), verl.count("trainer.nnodes", 1)
     ours.launch = ["--standalone"]
     if nodes > 1:
@@ -516,15 +579,26 @@ def set_trainer(verl: Settings, ours: Translation) -> None:
                           f"with Slurm, SCRIPT={ours.script}.py sbatch --nodes {nodes} slurm/many_nodes.sbatch and the "
                           f"same flags")
     ours.launch += ["--nproc-per-node", str(gpus)]
+
+
+def set_logs(verl: Settings, ours: Translation) -> None:
     name = verl.get("trainer.experiment_name", "gsm8k")
     ours.add("--run-dir", verl.get("trainer.default_local_dir", f"runs/{name}"))
-    ours.add("--save.every", max(verl.number("trainer.save_freq", -1), 0))
     loggers = verl.items("trainer.logger")
     if targets := [name for name in loggers if name in ("wandb", "tensorboard")]:
         ours.add("--log.to", *targets)
     for name in loggers:
         if name not in ("wandb", "tensorboard", "console", "file"):
             ours.without[f"trainer.logger={name}"] = "metrics go to the console, metrics.jsonl, wandb and TensorBoard"
+
+
+def set_trainer(verl: Settings, ours: Translation) -> None:
+    if ours.script == "async_grpo":
+        set_async_launch(verl, ours)
+    else:
+        set_launch(verl, ours)
+    set_logs(verl, ours)
+    ours.add("--save.every", max(verl.number("trainer.save_freq", -1), 0))
     mode, source = verl.get("trainer.resume_mode", "auto"), verl.get("trainer.resume_from_path")
     if mode == "disable":
         ours.add("--save.resume", "none")
@@ -537,7 +611,9 @@ def set_trainer(verl: Settings, ours: Translation) -> None:
 def set_steps(verl: Settings, ours: Translation, rows: int) -> None:
     """Steps, which verl may give as epochs; a learning rate's warm-up, which it may give as a share of them."""
     steps = verl.number("trainer.total_training_steps", 0)
-    epochs, prompts = verl.number("trainer.total_epochs", 30), verl.count("data.train_batch_size", 1024)
+    if ours.script == "async_grpo":
+        steps = int(ours.flags.get("--total-steps", ["0"])[0])
+    epochs, prompts = verl.number("trainer.total_epochs", 30), int(ours.flags["--prompts-per-step"][0])
     if steps:
         ours.add("--total-steps", steps)
     else:

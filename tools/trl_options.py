@@ -9,10 +9,17 @@ KINDS = {
     "GRPOConfig": "grpo", "RLOOConfig": "rloo", "SFTConfig": "sft", "DPOConfig": "dpo", "RewardConfig": "rm",
     "DistillationConfig": "distill", "GKDConfig": "distill", "OnlineDPOConfig": "online_dpo", "PPOConfig": "ppo",
 }
-NO_SCRIPT = {
-    "kto", "orpo", "cpo", "bco", "xpo", "nash_md", "prm", "tpo", "sdft", "sdpo", "ssd", "gold", "mpo_vlm", "dpo_vlm",
-    "sft_vlm", "async_grpo", "KTOConfig", "ORPOConfig", "CPOConfig", "BCOConfig", "XPOConfig", "NashMDConfig",
-    "PRMConfig", "TPOConfig", "GOLDConfig",
+NO_SCRIPT = {  # TRL's script or configuration -> what is nearest to it here
+    **dict.fromkeys(("kto", "orpo", "cpo", "bco", "tpo", "KTOConfig", "ORPOConfig", "CPOConfig", "BCOConfig",
+                     "TPOConfig"), "dpo.py trains on preference pairs with --loss dpo or ipo"),
+    **dict.fromkeys(("xpo", "nash_md", "XPOConfig", "NashMDConfig"),
+                    "online_dpo.py trains on pairs of the policy's own responses"),
+    **dict.fromkeys(("prm", "PRMConfig"), "rm.py trains a reward model of whole answers"),
+    **dict.fromkeys(("sdft", "sdpo", "ssd", "gold", "GOLDConfig"),
+                    "distill.py distils from a teacher with the same tokens"),
+    **dict.fromkeys(("mpo_vlm", "dpo_vlm", "sft_vlm"), "sft.py and dpo.py read no images"),
+    **dict.fromkeys(("async_grpo", "AsyncGRPOConfig"),
+                    "async_grpo.py trains so, with samplers on ranks of the same job: docs/asynchronous.md"),
 }
 SAMPLING = ("grpo", "rloo", "online_dpo", "ppo", "distill")  # kinds whose scripts sample from the policy
 PAIRS_OR_TEXT = ("sft", "dpo", "rm")
@@ -114,6 +121,27 @@ NEEDLESS = {
     "report_to": "console and metrics.jsonl always; --log.to wandb tensorboard",
     "trackio_space_id": "metrics are in metrics.jsonl; --log.to wandb tensorboard",
     "use_vllm": "vLLM samples by default; --rollout.engine hf",
+}
+EPISODES = "an environment is a file: --rollout.episode FILE (docs/environments.md); this command trains single turns"
+ARGUMENTS = {  # of a trainer, beside its configuration
+    "tools": f"tools are functions of an environment, envs/tools.py has some; {EPISODES}",
+    "environment_factory": f"envs/openenv_env.py and envs/gymnasium_env.py run environments of others; {EPISODES}",
+    "rollout_func": EPISODES,
+    "reward_processing_classes": "a reward model is rendered and tokenised with its own tokenizer: --reward-model.path",
+    "callbacks": "there are no hooks: copy the script and write the line where it belongs",
+    "optimizers": "--optim.kind, --optim.lr and --optim.schedule choose; another optimizer is a line of a copy",
+    "optimizer_cls_and_kwargs": "--optim.kind, --optim.lr and --optim.schedule choose",
+    "data_collator": "sequences are packed, nothing is collated",
+    "formatting_func": "rows have messages, or prompt and response: data/from_table.py writes them",
+    "compute_loss_func": "the loss stands in the script: copy it and change it",
+    "compute_metrics": "validation has the numbers that the reward function returns; sft.py and dpo.py have their loss",
+    "preprocess_logits_for_metrics": "logits never exist at once: common/kernels.py",
+    "ref_model": "the reference is --model before training; another one is a path in run.load_frozen of a copy",
+    "value_model": "--critic-model names it",
+    "reward_model": "--reward-model.path names it",
+    "judge": "a judge is a reward function: rewards/judge.py",
+    "value_processing_class": "the critic has the policy's tokens",
+    "teacher_model": "--teacher names it",
 }
 WITHOUT = {
     "push_to_hub": "nothing is uploaded: `hf upload NAME RUN_DIR/model`",

@@ -13,8 +13,9 @@ KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl
 SCRIPTS = {
     "--baseline": ("rloo",), "--loss": ("rloo", "grpo_variants"), "--loss-numbers": ("grpo_variants",),
     **dict.fromkeys(("--clip-low", "--clip-high", "--clip-dual", "--entropy-coef", "--kl-loss-coef", "--kl-estimator"),
-                    ("grpo", "ppo", "dapo", "rloo", "grpo_variants")),
-    "--aggregation": ("dapo", "grpo_variants"), "--norm-by-std": ("grpo", "dapo", "grpo_variants"),
+                    ("grpo", "ppo", "dapo", "rloo", "grpo_variants", "async_grpo")),
+    "--aggregation": ("dapo", "grpo_variants"), "--norm-by-std": ("grpo", "dapo", "grpo_variants", "async_grpo"),
+    "--samplers": ("async_grpo",), "--max-staleness": ("async_grpo",),
     "--advantage": ("grpo_variants",), "--reward-components": ("grpo_variants",),
     "--kl-reward-coef": ("ppo", "rloo", "grpo_variants"), "--kl-reward-estimator": ("ppo", "rloo", "grpo_variants"),
     "--gamma": ("ppo", "rloo"),
@@ -91,6 +92,14 @@ OLD_NAMES = {  # patterns of keys of earlier versions -> today's
     r"^actor_rollout_ref\.(actor|ref)\.(entropy_from|entropy_check|ulysses)": r"actor_rollout_ref.\1.fsdp_config.\2",
 }
 NEEDLESS = {  # patterns of keys -> why they need no flag here
+    "data.micro_batch_size*": "micro-batches are filled up to a token budget: --max-tokens-per-gpu",
+    "data.pad_mode": "nothing is padded",
+    "data.balance_dp_token": "rows are always spread evenly over the ranks",
+    "data.multiturn.enable": "rows have messages, or prompt and response",
+    "use_remove_padding": "sequences are always packed, nothing is padded",
+    "async_training.use_trainer_do_validate": "validation is on the samplers",
+    "async_training.checkpoint_engine.*": "weights go tensor by tensor, as they are unsharded",
+    "data.gen_batch_size": "a rollout has --prompts-per-step prompts",
     "distillation.teacher_models.*.inference.*": "a teacher runs in the trainer, sharded like the policy",
     "distillation.teacher_models.*.num_replicas": "a teacher runs in the trainer, sharded like the policy",
     "distillation.n*": "a teacher runs in the trainer, sharded like the policy",
@@ -133,7 +142,6 @@ NEEDLESS = {  # patterns of keys -> why they need no flag here
     "data.trust_remote_code": "it is --policy.trust-remote-code",
     "data.val_batch_size": "validation is one batch",
     "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes": "weights are unsharded one by one",
-    "data.gen_batch_size": "a rollout of dapo.py has --prompts-per-step prompts, however many rollouts a step needs",
     "reward.num_workers": "--reward.num-workers counts per rank; the default is enough for short rewards",
     "reward.reward_manager.source": "rewards are functions: --reward.function",
     "reward.reward_kwargs.overlong_buffer_cfg.log": "reward/overlong_penalty is always logged",
@@ -153,6 +161,11 @@ NEEDLESS = {  # patterns of keys -> why they need no flag here
     "actor_rollout_ref.hybrid_engine": "always so",
 }
 WITHOUT = {  # patterns of keys -> why there is no equivalent
+    "engine.*": "FSDP2 shards over all ranks, with float32 master weights and its own prefetching",
+    "model.fsdp_config.*": "FSDP2 shards over all ranks, with float32 master weights and its own prefetching",
+    "model.strategy": "FSDP2 is the only training backend",
+    "optim.*": "AdamW with a constant, linear or cosine learning rate",
+    "async_training.*": "async_grpo.py has --samplers and --max-staleness",
     "*.megatron.*": "FSDP2 is the only training backend: no tensor or pipeline parallelism (--policy.expert-parallel)",
     "*.veomni.*": "FSDP2 is the only training backend: no tensor or pipeline parallelism (--policy.expert-parallel)",
     "*.mindspeed.*": "FSDP2 is the only training backend, on NVIDIA GPUs or CPUs",

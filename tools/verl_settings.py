@@ -4,7 +4,6 @@ No program of the script is started. Variables, arrays and loops are followed.
 """
 
 import contextlib
-import itertools
 import math
 import os
 import re
@@ -13,15 +12,16 @@ import shutil
 import signal
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any, ClassVar
-
-import yaml
+from typing import IO, Any
 
 from tools.terminal import visible
 from tools.verl_keys import OLD_NAMES
+from tools.verl_yaml import WordLoader, config_keys, decode, own_keys, read_yaml
 
-PROGRAM = re.compile(r"main_(ppo|dapo)")
+PROGRAM = re.compile("main_ppo|main_dapo|fully_async_main|sft_trainer")
+"""verl's programs that have a counterpart: PPO and GRPO, DAPO, asynchronous training, supervised fine-tuning."""
 
 RESTRICTED = r"""
 ulimit -c 0 -t 20 -v 1048576 -f 65536        # no core file; seconds of each process, KiB of memory and of a file
@@ -46,9 +46,9 @@ TIME_LIMIT_S = 20
 BACKGROUND_S = 2
 """Seconds after the script's end for what it has started in the background."""
 MAX_COMPLAINTS = 20
-MAX_YAML = 100_000
-"""Values of a YAML file; verl's own have about 500."""
 MAX_COUNT = 10**7
+
+OTHER_PROGRAM = re.compile(r"^[\w./]*(?:\bmain_\w+|\w_main)(?:\.py)?$")
 
 REDIRECTION = re.compile(r"""
     \\. | '[^']*' | "(?:\\.|[^"\\])*" | (?:^|(?<=\s))\#[^\n]*       # these stay: words in quotes, comments,
@@ -56,47 +56,6 @@ REDIRECTION = re.compile(r"""
     | (?P<output>(?<=\s)(?:\d|&)?>>?(?!=)[ \t]*
         (?:>\([^()]*\) | "[^"]*" | '[^']*' | \$\([^()]*\) | [^\s&|;()<>"'])+)
 """, re.VERBOSE | re.DOTALL)
-
-FLOAT = re.compile(r"""^(?:
-    [-+]?[0-9]+(?:_[0-9]+)*\.[0-9_]*(?:[eE][-+]?[0-9]+)?
-    | [-+]?[0-9]+(?:_[0-9]+)*(?:[eE][-+]?[0-9]+)                        # 1e-3, which is text in PyYAML
-    | \.[0-9]+(?:_[0-9]+)*(?:[eE][-+][0-9]+)?
-    | [-+]?[0-9]+(?:_[0-9]+)*(?::[0-5]?[0-9])+\.[0-9_]*
-    | [-+]?\.(?:inf|Inf|INF)
-    | \.(?:nan|NaN|NAN)
-)$""", re.VERBOSE)
-"""OmegaConf's rule of what is a float (omegaconf 2.3.0, _utils.py)."""
-
-
-class Loader(yaml.SafeLoader):
-    """Reads a file as OmegaConf does, and makes what JSON has: a date is text, and a set is refused."""
-
-    yaml_implicit_resolvers: ClassVar = {  # type: ignore[misc]
-        first: [(tag, form) for tag, form in found if not tag.endswith(":timestamp")]
-        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-    yaml_constructors: ClassVar = {
-        tag: make for tag, make in yaml.SafeLoader.yaml_constructors.items()
-        if tag is None or tag.rpartition(":")[2] not in ("timestamp", "binary", "set", "omap", "pairs")
-    }
-
-
-Loader.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+0123456789."))
-
-
-class WordLoader(Loader):
-    """Reads a value of hydra's command line, where `off`, `no`, `yes`, `on` and `010` are text."""
-
-    yaml_implicit_resolvers: ClassVar = {  # type: ignore[misc]
-        first: [(tag, form) for tag, form in found if not tag.endswith((":bool", ":int"))]
-        for first, found in Loader.yaml_implicit_resolvers.items()
-    }
-
-
-WordLoader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("^(?:true|false)$", re.IGNORECASE), list("tTfF"))
-WordLoader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile("^[-+]?(?:0|[1-9](?:_?[0-9])*)$"),
-                                 list("-+0123456789"))
-
 
 class Settings:
     """The keys that were given, under today's names, and which of them were read."""
@@ -164,10 +123,8 @@ def read_settings(source: Path, overrides: list[str]) -> tuple[dict[str, str], s
     keys = {name.lstrip("+"): value for name, value in assigned.items() if not name.isidentifier()}
     text = decode(source.read_bytes(), source)
     if source.suffix in (".yaml", ".yml"):
-        tree = read_yaml(text, str(source)) or {}
-        if not isinstance(tree, dict):
-            raise ValueError(f"{source} must be a mapping of keys to values, and is {type(tree).__name__}")
-        return flat(tree) | keys, "main_ppo", []
+        found = own_keys(source) | keys
+        return found, program_of(found), []
     given, program, notes = find_command(text, variables, str(source))
     return given | keys, program, notes
 
@@ -177,63 +134,53 @@ def find_command(text: str, variables: dict[str, str], source: str) -> tuple[dic
     be a word of another one: bash -c '...'."""
     commands, notes = shell_commands(text, variables)
     found = [words for words in commands if any(PROGRAM.search(word) for word in words)]
+    places = max(map(int, re.findall(r"\$\{?([1-9])", text)), default=0)
+    if not found and places:  # it ends without its arguments: names stand for them
+        arguments = [f"ARGUMENT_{i}" for i in range(1, places + 1)]
+        commands, notes = shell_commands(text, variables, arguments)
+        found = [words for words in commands if any(PROGRAM.search(word) for word in words)]
+        notes.insert(0, f"the script's arguments are not known: {' '.join(arguments)} stand for them")
     if len(found) != 1:
         said = f" ({'; '.join(map(visible, notes))})" if notes else ""
-        is_sft = not found and any("sft_trainer" in word for words in commands for word in words)
-        hint = "; it starts supervised fine-tuning: docs/supervised.md has sft.py and its columns" if is_sft else ""
-        raise ValueError(f"{source} starts main_ppo or main_dapo {len(found)} times; it must be once{hint}{said}")
+        others = sorted({word for words in commands for word in words if OTHER_PROGRAM.search(word)})
+        hint = f"; it starts {', '.join(map(visible, others))}, which has no counterpart here" if others else ""
+        raise ValueError(f"{source} starts main_ppo, main_dapo, fully_async_main or sft_trainer {len(found)} times; it "
+                         f"must be once{hint}{said}")
     start = next(i for i, word in enumerate(found[0]) if PROGRAM.search(word))
     inner = found[0][start]
     if any(character.isspace() for character in inner.strip()):
         given, program, more = find_command(inner, variables, source)
         return given, program, notes + more
-    given = {}
-    for word in found[0][start + 1 :]:
+    given, words, is_async = config_keys(found[0][start + 1 :], source)
+    given |= launched(found[0][:start])
+    for word in words:
         key, separator, value = word.partition("=")
         if separator and not key.startswith("-"):
             given[key.lstrip("+")] = value
         else:
             notes.append(f"{word} is no key with a value and not used")
-    return given, PROGRAM.search(inner)[0], notes
+    return given, "fully_async_main" if is_async else PROGRAM.search(inner)[0], notes
 
 
-def decode(content: bytes, source: Path) -> str:
-    """UTF-8 with or without a byte order mark, and with any line ends."""
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{source} must be UTF-8: {error}") from None
-    if "\0" in text:
-        raise ValueError(f"{source} has a NUL byte, at {text.index(chr(0))}: it is no text")
-    return text.replace("\r\n", "\n")
+def launched(words: list[str]) -> dict[str, str]:
+    """The numbers of nodes and GPUs that torchrun was given, which verl's own keys repeat or, in fine-tuning, lack."""
+    said = re.sub(r"=| ", " ", " ".join(words).replace("_", "-"))
+    names = {"trainer.nnodes": "nnodes", "trainer.n_gpus_per_node": "nproc-per-node"}
+    found = {key: re.search(rf"--{name} (\d+)\b", said) for key, name in names.items()}
+    return {key: number[1] for key, number in found.items() if number}
 
 
-def read_yaml(text: str, name: str, kind: type[Loader] = Loader) -> Any:
-    """The value of a YAML text, of types that JSON has: a date is text. `name`: what the text is, for errors."""
-    try:
-        loader = kind(text)
-        node = loader.get_single_node()
-        if size_of(node, {}) > MAX_YAML:
-            raise ValueError(f"{name} has more than {MAX_YAML:,} values once its aliases (*NAME) are written out, or "
-                             f"one that holds itself")
-        return loader.construct_document(node) if node else None
-    except yaml.YAMLError as error:
-        raise ValueError(f"{name} is no YAML that this tool reads: {visible(' '.join(str(error).split()))}") from None
-    except RecursionError:
-        raise ValueError(f"{name} is nested too deep") from None
+def program_of(keys: dict[str, str]) -> str:
+    """The program that a file of settings is for."""
+    if any(key.startswith("async_training.") for key in keys):
+        return "fully_async_main"
+    return "sft_trainer" if not any(key.startswith("actor_rollout_ref.") for key in keys) and any(
+        key.startswith("model.") for key in keys) else "main_ppo"
 
 
-def size_of(node: yaml.Node | None, known: dict[int, float]) -> float:
-    """How many values a node has if each of its aliases counts as often as it is used. `known`: of nodes by id."""
-    if id(node) not in known:
-        known[id(node)] = math.inf                                      # until it is counted: a node that holds itself
-        inner = node.value if isinstance(node, yaml.CollectionNode) else ()
-        parts = itertools.chain(*inner) if isinstance(node, yaml.MappingNode) else inner
-        known[id(node)] = 1 + sum(size_of(part, known) for part in parts)
-    return known[id(node)]
-
-
-def shell_commands(text: str, variables: dict[str, str]) -> tuple[list[list[str]], list[str]]:
+def shell_commands(
+    text: str, variables: dict[str, str], arguments: Sequence[str] = ()
+) -> tuple[list[list[str]], list[str]]:
     """The words of every program that a script would start, and what it left open, for the reader.
 
     bash itself reads it, in its restricted mode and without a PATH: no program starts and no file is written. What it
@@ -250,8 +197,9 @@ def shell_commands(text: str, variables: dict[str, str]) -> tuple[list[list[str]
         lock.write(b".")
         files = {"STARTED": started.fileno(), "TAKE": take, "GIVE": give, "SCRIPT": script.fileno()}
         reader = re.sub("|".join(files), lambda name: str(files[name[0]]), RESTRICTED)
+        command = [shutil.which("bash"), "--norc", "-c", reader, "script", *arguments]
         bash = subprocess.Popen(
-            [shutil.which("bash"), "--norc", "-c", reader], env=environment, pass_fds=(*files.values(), held),
+            command, env=environment, pass_fds=(*files.values(), held),
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True,
         )
         os.close(held)
@@ -290,15 +238,3 @@ def shell_commands(text: str, variables: dict[str, str]) -> tuple[list[list[str]
 def open_text() -> IO[str]:
     """A file without a name, in UTF-8; what is none is read as U+FFFD."""
     return tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
-
-
-def flat(tree: dict, prefix: str = "") -> dict[str, str]:
-    """Nested keys with dots between them. What hydra would fill in (${...}, ???) is left to the defaults."""
-    found = {}
-    for key, value in (tree or {}).items():
-        if isinstance(value, dict):
-            found |= flat(value, f"{prefix}{key}.")
-        elif not (isinstance(value, str) and ("${" in value or value == "???")) and not str(key).startswith("_"):
-            found[f"{prefix}{key}"] = "null" if value is None else str(value)
-    found.pop("defaults", None)
-    return found

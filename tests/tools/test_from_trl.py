@@ -289,13 +289,72 @@ def test_what_the_tables_name_exists():
     old = {"torch_dtype", "no_remove_unused_columns", "overwrite_output_dir", "stop_token", "max_new_tokens",
            "whiten_rewards", "local_rollout_forward_batch_size", "response_length"}     # of earlier versions
     assert {*SAME, *NEEDLESS, *WITHOUT} - fields <= old
-    assert not set(KINDS) & NO_SCRIPT
+    assert not set(KINDS) & set(NO_SCRIPT)
+
+
+AGENT = '''"""
+python examples/scripts/grpo_agent.py --model_name_or_path org/model --dataset_name org/Names --max_steps 400
+"""
+from datasets import load_dataset
+from trl import GRPOConfig, GRPOTrainer, ModelConfig, ScriptArguments, TrlParser
+
+script_args, training_args, model_args = TrlParser((ScriptArguments, GRPOConfig, ModelConfig)).parse_args_and_config()
+trainer = GRPOTrainer(model=model_args.model_name_or_path, train_dataset=load_dataset("org/Rows", "main"), ARGUMENTS)
+'''
+
+
+@pytest.mark.parametrize(("arguments", "name"), [
+    ("tools=[query_database], reward_funcs=[right]", "tools"),
+    ("environment_factory=EchoToolEnv", "environment_factory"),
+    ("rollout_func=rollout_once", "rollout_func"), ("callbacks=[SyncCallback()]", "callbacks"),
+    ("reward_processing_classes=[tokenizer]", "reward_processing_classes"),
+    ("optimizers=(optimizer, scheduler)", "optimizers"), ("data_collator=Collator(tokenizer)", "data_collator"),
+    ("compute_metrics=accuracy", "compute_metrics"), ("formatting_func=lambda row: row", "formatting_func"),
+    ("made_up=1", ""),
+])
+def test_each_argument_of_a_trainer_is_named(arguments, name, tmp_path):
+    """They decide what is trained as much as its configuration does. The command of a script of another name is read,
+    as the script's own, and so is the data set that it loads."""
+    path = tmp_path / "grpo_agent.py"
+    path.write_text(AGENT.replace("ARGUMENTS", arguments))
+    ((kind, options),), _ = from_trl.read(str(path))
+    new = from_trl.translate(kind, options)
+    assert new.script == "grpo" and new.flags["--total-steps"] == ["400"] and new.flags["--model"] == ["org/model"]
+    if name:
+        (said,) = [why for key, why in new.without.items() if key.startswith(f"GRPOTrainer.{name}=")]
+        assert said == from_trl.ARGUMENTS[name] and not new.unknown
+    else:
+        assert new.unknown == ["GRPOTrainer.made_up=1"]
+    assert "data/Names" in new.flags["--train-data"][0]
+    path.write_text(AGENT.replace("ARGUMENTS", arguments).replace(" --dataset_name org/Names", ""))
+    ((kind, options),), _ = from_trl.read(str(path))
+    assert options["dataset_name"] == ["org/Rows"] and options["dataset_config"] == ["main"]
+
+
+def test_arguments_by_place_are_read(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text('GRPOTrainer("org/model", [near], GRPOConfig(max_steps=3, **more), train_dataset=rows)\n')
+    ((_, options),), notes = from_trl.read(str(path))
+    assert options["model_name_or_path"] == ["org/model"] and options["reward_funcs"] == ["near"]
+    assert notes == ["GRPOConfig(**...): what it holds is not read"]
+
+
+@pytest.mark.parametrize(("name", "said"), [
+    ("async_grpo", "async_grpo.py trains so, with samplers"), ("sft_vlm_gemma3", "sft.py and dpo.py read no images"),
+])
+def test_what_is_nearest_is_named(name, said, tmp_path):
+    config = "AsyncGRPOConfig" if name == "async_grpo" else "SFTConfig"
+    path = tmp_path / f"{name}.py"
+    path.write_text(f'"""python {name}.py --max_steps 3"""\nTrlParser((ScriptArguments, {config}))\n')
+    (kind, options), = from_trl.read(str(path))[0]
+    with pytest.raises(ValueError, match=said):
+        from_trl.translate(kind, options)
 
 
 @pytest.mark.parametrize(("source", "message"), [
     ("absent.py", "absent.py is neither a file nor a command"),
     ("ls -la", "neither a file nor a command"),
-    ("trl kto --model_name_or_path m", "kto: no script here trains so"),
+    ("trl kto --model_name_or_path m", "kto: this tool translates none of its commands; dpo.py trains"),
     ("trl grpo --loss_type vespo", "--loss_type vespo has no equivalent"),
     ("trl grpo --num_generations 3", "must be whole groups of --num_generations 3"),
     ("trl sft --learning_rate 1e-5 --per_device_train_batch_size many", "--per_device_train_batch_size many must be"),

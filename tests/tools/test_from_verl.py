@@ -238,6 +238,135 @@ def test_a_printed_command_trains(tiny_llama, tmp_path, capsys):
     assert metrics[0]["actor/lr"] == 1e-6
 
 
+CONFIG = {  # of verl's example gsm8k_multiturn_grpo, shortened
+    "hydra": {"searchpath": ["file://verl/trainer/config"]}, "defaults": ["ppo_trainer", "_self_"],
+    "data": {"max_prompt_length": 1024, "max_response_length": 900, "train_batch_size": 256},
+    "actor_rollout_ref": {"rollout": {"n": 2, "multi_turn": {
+        "enable": True, "max_assistant_turns": 5, "tool_config_path": "tools.yaml"}}},
+}
+
+
+@pytest.mark.parametrize(("where", "words"), [
+    ("", "--config-name=own"), ("", "--config-name own"), ("", "-cn own"), ("config", "--config-name=own.yaml"),
+    ("config", "--config-path=HERE/config --config-name=own"), ("a/b", "--config-path=a/b --config-name='own'"),
+    ("a/b", '--config-path="$(pwd)/a/b" --config-name=own'), ("a/b", "-cp HERE/a/b -cn own"),
+])
+def test_the_file_that_a_command_names_is_read(where, words, tmp_path, monkeypatch):
+    """Its values stand for verl's defaults, and those of the command for both."""
+    folder = tmp_path / "scripts"
+    (folder / where).mkdir(parents=True)
+    (folder / where / "own.yaml").write_text(yaml.safe_dump(CONFIG))
+    ours = read(folder, f"python3 -m verl.trainer.main_ppo {words.replace('HERE', str(folder))} "
+                "algorithm.adv_estimator=grpo data.train_files=a.parquet actor_rollout_ref.model.path=x "
+                "actor_rollout_ref.rollout.n=4")
+    args = parse(ours, monkeypatch)
+    assert (args.prompts_per_step, args.samples_per_prompt) == (256, 4)
+    assert (args.data.max_prompt_length, args.rollout.max_response_length) == (1024, 900)
+    assert (args.rollout.episode, args.rollout.max_turns, args.rollout.tool_parser) == (
+        "envs/verl_tools.py", 5, "hermes")
+    assert any("tools.yaml names must be in TOOLS" in note for note in ours.notes) and not ours.unknown
+
+
+def test_a_file_may_begin_with_another(tmp_path):
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(CONFIG))
+    own = {"defaults": ["base", "actor@x: y", {"group": "name"}, "_self_"], "data": {"train_batch_size": 64}}
+    ours = read(tmp_path, yaml.safe_dump(own), "algorithm.adv_estimator=grpo", name="own.yaml")
+    assert ours.flags["--prompts-per-step"] == ["64"] and ours.flags["--rollout.max-response-length"] == ["900"]
+    (tmp_path / "base.yaml").unlink()
+    with pytest.raises(ValueError, match=r"base.yaml is not here: .*own.yaml begins with it \(defaults:\)"):
+        from_verl.read_settings(tmp_path / "own.yaml", [])
+
+
+@pytest.mark.parametrize("name", ["ppo_trainer", "ppo_megatron_trainer", "dapo_trainer"])
+def test_verls_own_files_need_not_be_here(name, tmp_path):
+    ours = read(tmp_path, f"python3 -m verl.trainer.main_ppo --config-path=./config --config-name={name} "
+                "algorithm.adv_estimator=grpo")
+    assert ours.flags["--prompts-per-step"] == ["1024"]
+
+
+@pytest.mark.parametrize(("tree", "said"), [
+    ({"name": "verl-grpo", "resources": {"accelerators": "H100:1"}, "run": "python3 -m verl.trainer.main_ppo"},
+     "is no file of verl's settings: .*; run holds a shell script"),
+    ({"services": {"ray": {"image": "x"}}}, "is no file of verl's settings"),
+    ({"tools": [{"class_name": "verl.tools.gsm8k_tool.Gsm8kTool"}]}, "is no file of verl's settings"),
+    ({}, "is no file of verl's settings"),
+])
+def test_a_yaml_file_of_something_else_is_refused(tree, said, tmp_path):
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
+    with pytest.raises(ValueError, match=said):
+        from_verl.read_settings(tmp_path / "run.yaml", [])
+
+
+ASYNC = """
+python3 -m verl.experimental.fully_async_policy.fully_async_main data.train_files=d.parquet data.train_batch_size=0 \\
+ data.gen_batch_size=1 actor_rollout_ref.model.path=m algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=16 \\
+ actor_rollout_ref.actor.ppo_mini_batch_size=32 rollout.nnodes=1 rollout.n_gpus_per_node=2 trainer.nnodes=1 \\
+ trainer.n_gpus_per_node=6 rollout.total_rollout_steps=12800 async_training.staleness_threshold=0.5 \\
+ async_training.trigger_parameter_sync_step=4 async_training.require_batches=1
+"""
+
+
+def test_asynchronous_training(tmp_path, monkeypatch):
+    ours = read(tmp_path, ASYNC)
+    args = parse(ours, monkeypatch)
+    assert ours.script == "async_grpo" and ours.launch == ["--standalone", "--nproc-per-node", "8"]
+    assert (args.samplers, args.max_staleness, args.prompts_per_step, args.minibatches_per_step) == (2, 1, 128, 4)
+    assert (args.samples_per_prompt, args.total_steps) == (16, 100) and ours.unknown == []
+    tree = {"async_training": {"staleness_threshold": 0}, "algorithm": {"adv_estimator": "grpo"},
+            "actor_rollout_ref": {"rollout": {"n": 4}}}
+    again = read(tmp_path, yaml.safe_dump(tree), "rollout.n_gpus_per_node=4", "trainer.n_gpus_per_node=4",
+                 name="fully_async.yaml")
+    assert again.script == "async_grpo" and again.flags["--max-staleness"] == ["0"]
+    assert again.flags["--samplers"] == ["4"]
+
+
+SFT_OF_TODAY = """
+torchrun --nnodes=1 --nproc_per_node=8 -m verl.trainer.sft_trainer data.train_files=a.parquet \\
+ data.val_files=b.parquet \\
+ data.messages_key=messages data.max_length=4096 data.truncation=right data.max_token_len_per_gpu=8192 \\
+ data.train_batch_size=96 data.pad_mode=no_padding model.path=org/m model.lora_rank=8 optim.lr=2e-5 \\
+ optim.clip_grad=0.5 optim.lr_scheduler_type=cosine optim.min_lr_ratio=0.1 optim.lr_warmup_steps=5 \\
+ engine.strategy=fsdp2 \\
+ trainer.total_training_steps=50 trainer.test_freq=10 trainer.save_freq=-1 trainer.n_gpus_per_node=4 \\
+ trainer.default_local_dir=out trainer.logger='["console","wandb"]' trainer.project_name=p
+"""
+SFT_OF_OLD = """
+torchrun --standalone -m verl.trainer.fsdp_sft_trainer data.train_files=a.parquet data.prompt_key=extra_info \\
+ data.response_key=extra_info data.prompt_dict_keys=['question'] +data.response_dict_keys=['answer'] \\
+ data.micro_batch_size_per_gpu=4 model.partial_pretrain=org/m trainer.total_epochs=3 optim.lr=1e-4
+"""
+
+
+def test_supervised_fine_tuning(tmp_path, monkeypatch):
+    ours = read(tmp_path, SFT_OF_TODAY)
+    args = parse(ours, monkeypatch)
+    assert ours.script == "sft" and ours.launch[-1] == "4" and ours.unknown == []
+    assert (args.model, args.train_data, args.val_data) == ("org/m", ("a.parquet",), ("b.parquet",))
+    assert (args.rows_per_step, args.max_tokens_per_gpu, args.data.max_length) == (96, 8192, 4096)
+    assert (args.data.on_long_row, args.total_steps, args.eval_every, args.save.every) == ("truncate", 50, 10, 0)
+    assert (args.optim.lr, args.optim.max_grad_norm, args.optim.schedule, args.optim.warmup_steps) == (
+        2e-5, 0.5, "cosine", 5)
+    assert (args.lora.rank, args.optim.weight_decay, args.seed, args.log.wandb_project) == (8, 0.01, 1, "p")
+    asked = 'if [ "$#" -lt 2 ]; then exit 1; fi\nout=$2\nshift 2\n' + SFT_OF_OLD.replace(
+        "--standalone", "--nnodes=1 --nproc_per_node=6").rstrip() + " trainer.default_local_dir=$out $@"
+    with_arguments = read(tmp_path, asked)
+    assert with_arguments.launch[-1] == "6" and with_arguments.flags["--run-dir"] == ["ARGUMENT_2"]
+    old = read(tmp_path, SFT_OF_OLD)
+    args = parse(old, monkeypatch)
+    assert (args.rows_per_step, args.data.max_length, args.total_epochs) == (256, 1024, 3)
+    assert len([key for key in old.without if "dict_keys" in key]) == 2 and old.unknown == []
+
+
+def test_a_model_that_writes_its_judgement_is_no_classifier(monkeypatch):
+    """Its own reward function asks it; a classifier has none."""
+    words = "reward_model.enable=True reward_model.model.path=org/genrm "
+    own = from_verl.translate(given(words + "custom_reward_function.path=f.py"))
+    args = parse(own, monkeypatch)
+    assert args.reward.function == ("f.py:compute_score",) and args.reward_model.path == ""
+    assert "rewards/judge.py" in own.without["reward.reward_model.model_path=org/genrm"]
+    assert parse(from_verl.translate(given(words)), monkeypatch).reward_model.path == "org/genrm"
+
+
 # --------------------------------------------------------------------------- single conversions
 
 def test_verls_defaults_are_written_out(monkeypatch):
@@ -372,7 +501,7 @@ def test_kinds_of_optimizers_of_policy_and_critic(kind, words, monkeypatch):
     ("distillation.enabled=True distillation.teacher_key=ability", "rows have the teacher of their data_source"),
     ("distillation.enabled=True distillation.distillation_loss.loss_max_clamp=10", "needs no bounds"),
     ("distillation.enabled=True actor_rollout_ref.actor.use_kl_loss=True",
-     "distill.py has no such flag; grpo.py, ppo.py, dapo.py, rloo.py and grpo_variants.py have it"),
+     "distill.py has no such flag; grpo.py, ppo.py, dapo.py, rloo.py, grpo_variants.py and async_grpo.py have it"),
 ])
 def test_what_has_no_equivalent_is_named_with_a_reason(words, reason, monkeypatch):
     ours = from_verl.translate(given(words))
@@ -597,8 +726,12 @@ def test_a_command_is_there_without_waiting_for_torch():
 
 
 @pytest.mark.parametrize(("text", "rule"), [
-    ("echo hello", "starts main_ppo or main_dapo 0 times"),
-    ("torchrun -m verl.trainer.fsdp_sft_trainer data.train_files=a", "fine-tuning: docs/supervised.md"),
+    ("echo hello", "starts main_ppo, main_dapo, fully_async_main or sft_trainer 0 times"),
+    ("python3 -m recipe.entropy.main_entropy a.b=1", "it starts recipe.entropy.main_entropy, which has no counterpart"),
+    ("python3 recipe/prime/main_prime.py a.b=1", "it starts recipe/prime/main_prime.py, which has no counterpart"),
+    ("python3 -m verl.trainer.main_ppo --config-name=own a.b=1", "own.yaml is not here: .*would have verl's defaults"),
+    ("python3 -m verl.experimental.fully_async_policy.fully_async_main algorithm.adv_estimator=gae",
+     "adv_estimator=gae, loss grpo: async_grpo.py has samplers on GPUs of their own"),
     ("python3 -m verl.trainer.main_ppo a.b=1\npython3 -m verl.trainer.main_ppo a.b=2", "2 times; it must be once"),
     ("python3 -m verl.trainer.main_ppo data.train_batch_size=$SIZE[x", "must be a number"),
 ])
