@@ -23,7 +23,7 @@ from common.checkpoint.signals import Watchdog
 from common.metrics import Meter, Timer
 from common.model.attention import choose_attention
 from common.model.flops import update_flops
-from common.model.loading import Weights, load_critic, load_frozen, load_policy, read_config, uses_liger
+from common.model.loading import FLOAT32_FROZEN, Weights, load_critic, load_frozen, load_policy, read_config, uses_liger
 from common.model.lora import LoRAConfig, Reference
 from common.model.memory_plan import MemoryPlan
 from common.model.optimizers import WEIGHTS, make_optimizer
@@ -71,7 +71,6 @@ class TrainArgs:
     log: LogConfig = field(default_factory=LogConfig)
 
 
-FLOAT32_FROZEN = Weights(frozen=True, frozen_dtype=torch.float32)
 BEGIN = "with Run(args, ...) as run: (with Training(args) as run: in scripts that do not sample)"
 LOAD, STEPS = 'run.load_policy("policy", args.model, args.optim)', "for step in run.steps():"
 CALL_FIRST = {

@@ -122,6 +122,7 @@ class Weights(NamedTuple):
 
 
 ALL_TRAINED = Weights()
+FLOAT32_FROZEN = Weights(frozen=True, frozen_dtype=torch.float32)
 
 
 def load_policy(path: str, config: ModelConfig, world: World, weights: Weights = ALL_TRAINED) -> Policy:

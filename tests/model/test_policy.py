@@ -23,12 +23,11 @@ from transformers import (
 )
 
 from common.batch import Batch
-from common.model.loading import CAUSAL_LM, SCORED, Weights, load_critic, load_policy, read_config
+from common.model.loading import CAUSAL_LM, FLOAT32_FROZEN, SCORED, Weights, load_critic, load_policy, read_config
 from common.model.lora import LoRAConfig
 from common.model.memory_plan import Model
 from common.model.policy import ModelConfig
 from common.optim import OptimConfig, optimizer_step
-from common.training import FLOAT32_FROZEN
 from tests.conftest import VOCAB
 from tests.engine.engine_models import make_model
 from tests.model import families

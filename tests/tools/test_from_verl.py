@@ -28,7 +28,7 @@ from tools import from_verl, verl_settings
 from tools.verl_keys import SAME, SCRIPTS, SWITCHES
 from tools.verl_settings import shell_commands
 
-NAMES = ("grpo", "grpo_variants", "dapo", "rloo", "ppo")
+NAMES = ("grpo", "grpo_variants", "dapo", "rloo", "ppo", "async_grpo")
 
 ARRAYS = """#!/usr/bin/env bash
 # it's a comment with an apostrophe
