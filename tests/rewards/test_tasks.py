@@ -29,7 +29,6 @@ from rewards import (
     shapes,
 )
 from rewards import format as form
-from rewards.runtime.pool import RewardPool
 from rewards.runtime.worker import reply_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -174,9 +173,12 @@ def test_math_takes_no_time_for_a_hostile_answer():
 
 def test_math_score_and_its_extras():
     score = {"data_source": "lighteval/MATH", "ground_truth": r"\boxed{\frac12}", "format_score": 0.1}
-    assert math.compute_score(solution_str=r"\boxed{0.5}", **score) == {"score": 1.0, "acc": True, "pred": "0.5"}
-    assert math.compute_score(solution_str=r"\boxed{2}", **score) == {"score": 0.1, "acc": False, "pred": "2"}
-    assert math.compute_score(solution_str=r"\frac12", **score) == {"score": 0.0, "acc": False, "pred": None}
+    right = {"score": 1.0, "acc": True, "pred": r"\frac{1}{2}", "too_costly": 0.0}
+    assert math.compute_score(solution_str=r"\boxed{0.5}", **score) == right
+    wrong = {"score": 0.1, "acc": False, "pred": "2", "too_costly": 0.0}
+    assert math.compute_score(solution_str=r"\boxed{2}", **score) == wrong
+    none = {"score": 0.0, "acc": False, "pred": None, "too_costly": 0.0}
+    assert math.compute_score(solution_str=r"\frac12", **score) == none
 
 
 def test_math_library_stays_unloaded_where_the_text_decides():
@@ -184,17 +186,6 @@ def test_math_library_stays_unloaded_where_the_text_decides():
             r"'math_verify' in sys.modules, f('', r'\boxed{14/2}', '7')['score'], 'math_verify' in sys.modules)")
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["1.0", "False", "1.0", "True"]
-
-
-def test_math_time_bomb_is_a_counted_timeout(tmp_path):
-    """A tower of powers that no computer evaluates; the next sample is fine."""
-    (tmp_path / "loaded.py").write_text("import math_verify\nfrom rewards.math import compute_score\n")
-    with RewardPool(str(tmp_path / "loaded.py"), num_workers=1, timeout_s=10, on_error="zero") as pool:
-        pool.submit(0, "lighteval/MATH", r"\boxed{9^{9^{9^{9^{9}}}} \cdot \frac{1}{3}}", "7")
-        pool.submit(1, "lighteval/MATH", r"\boxed{14/2}", "7")
-        results = pool.results()
-    assert results.failures == ["timeout", None]
-    assert results.scores == [0.0, 1.0]
 
 
 @pytest.mark.parametrize(("response", "truth", "pred", "correct"), [
@@ -351,7 +342,7 @@ def test_every_source_of_the_table_has_its_function():
 
 @pytest.mark.parametrize(("response", "truth", "score", "pred"), [
     (r"<think>2 + 3</think> so \boxed{5}", "5", 1.0, "5"),
-    (r"<think>2 + 3</think> so \boxed{\frac{10}{2}}", "5", 1.0, r"\frac{10}{2}"),
+    (r"<think>2 + 3</think> so \boxed{\frac{10}{2}}", "5", 1.0, "5"),
     (r"\boxed{5}", "5", 0.9, "5"),                                      # without its reasoning
     (r"<think>\boxed{5}</think>", "5", 0.9, "5"),                       # no answer after it
     (r"<think>?</think> \boxed{6}", "5", 0.1, "6"),
