@@ -1,6 +1,8 @@
 r"""Scores of the single tasks against cases worked by hand: math, math_dapo, countdown, reasoning-gym, format."""
 
 import json
+import random
+import re
 import subprocess
 import sys
 import time
@@ -29,6 +31,7 @@ from rewards import (
     shapes,
 )
 from rewards import format as form
+from rewards.runtime.pool import RewardPool
 from rewards.runtime.worker import reply_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -253,6 +256,20 @@ def test_math_dapo_refuses_a_truth_that_it_cannot_compare():
     ("9*" * 20_000 + "9", [9], 7, 0.1),
     ("(" * 190, [3], 3, 0.1),
     ("3\u0660", [3], 30, 0.1),                               # a digit of another script
+    ("3 \u00d7 4", [3, 4], 12, 1.0),                         # the signs of print and of LaTeX
+    (r"3 \times 4", [3, 4], 12, 1.0),
+    (r"\(3 \cdot 4\)", [3, 4], 12, 1.0),
+    ("12\u00f74", [12, 4], 3, 1.0),
+    (r"12 \div 4 = 3", [12, 4], 3, 1.0),
+    ("$3+4$", [3, 4], 7, 1.0),
+    ("+3+4", [3, 4], 7, 1.0),
+    ("3 +\n4", [3, 4], 7, 1.0),
+    ("7 \u2212 4", [7, 4], 3, 1.0),
+    (r"\left(3+4\right) \times 2", [2, 3, 4], 14, 1.0),
+    (r"3 \times 4", [3, 4], 7, 0.1),
+    ("3\u00d7\u00d74", [3, 4], 81, 0.1),                      # no power
+    (r"\frac{12}{4}", [12, 4], 3, 0.1),
+    ("3\n4", [3, 4], 34, 0.1),
 ])
 def test_countdown_scores_cases_worked_by_hand(answer, numbers, target, score):
     truth = {"target": target, "numbers": numbers}
@@ -316,6 +333,32 @@ def test_format_tags_takes_no_time():
     for text in ("<think>" * 50_000, "<think>" + " " * 200_000, "<think>a</think>" + "\n" * 200_000 + "x"):
         assert form.tags("any", text, None) == 0.0
     assert time.process_time() - start < 0.5
+
+
+def test_last_between_is_the_last_match_of_the_pattern():
+    draw = random.Random(0)
+    texts = ["".join(draw.choices(["<a>", "</a>", "x", "\n", "<", ">"], k=draw.randrange(12))) for _ in range(2000)]
+    found = [form.last_between(text, "<a>", "</a>") for text in texts]
+    assert found == [(re.findall("<a>(.*?)</a>", text, re.DOTALL) or [None])[-1] for text in texts]
+    assert len({*found}) > 50
+
+
+SOURCES = {
+    "openai/gsm8k": "34", "lighteval/MATH": "34", "hiyouga/geometry3k": "34", "math_dapo": "34", "gpqa_diamond": "A",
+    "searchR1_nq": "34", "countdown": {"target": 34, "numbers": [33, 1]}, "shapes": "red circle"}
+
+
+def test_a_degenerate_response_does_not_escape_its_score():
+    """What a policy that repeats itself writes, half a million characters of it, within the pool's own deadline: the
+    pattern <answer>(.*?)</answer> would take minutes."""
+    pieces = ["<answer>", "</answer>", "<think>", "answer:", "Answer: A ", "####", "#### 1", r"\boxed{", r"\boxed ", "{",
+              "}", "$", " ", "\n", "1,", "-", r"\text{", r"\fbox{", "a ", "(", "Answer:\n", "\\", "\\(", "**"]
+    texts = [piece * (500_000 // len(piece)) for piece in pieces]
+    with RewardPool(num_workers=2) as pool:
+        for index, (source, text) in enumerate((source, text) for source in SOURCES for text in texts):
+            pool.submit(index, source, text, SOURCES[source])
+        results = pool.results()
+    assert results.failures == [None] * len(SOURCES) * len(texts)
 
 
 def test_format_length():
