@@ -3,6 +3,8 @@ r"""MATH's score: the last \boxed{} against the ground truth, equal as normalise
 For lighteval/MATH, DigitalLearningGmbH/MATH-lighteval, HuggingFaceH4/MATH-500 and numina_*.
 """
 
+import re
+from collections import deque
 from fractions import Fraction
 
 from rewards.math_text import (
@@ -18,18 +20,29 @@ from rewards.math_text import (
     written_out,
 )
 
+BRACED = re.compile(r"\\(?:boxed|fbox)\s*\{")
+BARE = re.compile(r"\\(?:boxed|fbox)[ \t]+([^\s{}$\\][^\n$]*?)[ \t]*(?=\$|\\[)\]]|\n|$)")
 MAX_PARSED = 500  # characters given to the library: an answer is short, and its parser is not fast
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last \boxed{...} holds, its braces balanced; None without one or if it does not close."""
-    start = text.rfind(r"\boxed{")
+    r"""What the last \boxed{...} or \fbox{...} holds, its braces balanced; None if it does not close. Without any, what
+    follows \boxed in its line or formula: \boxed 5."""
+    braced = deque(BRACED.finditer(text), maxlen=1)
+    if braced:
+        return inside_braces(text, braced[0].end() - 1)
+    bare = deque(BARE.finditer(text), maxlen=1)
+    return bare[0][1].strip().removesuffix(".") if bare else None
+
+
+def inside_braces(text: str, start: int) -> str | None:
+    """What stands between the brace at `start` and the one that closes it; None if none does."""
     depth = 0
-    for i in range(start + len(r"\boxed"), len(text)) if start >= 0 else ():
+    for i in range(start, len(text)):
         escaped = text[i - 1] == "\\"
         depth += 0 if escaped else (text[i] == "{") - (text[i] == "}")
         if depth == 0:
-            return text[start + len(r"\boxed{"):i]
+            return text[start + 1:i]
     return None
 
 

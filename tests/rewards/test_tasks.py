@@ -44,7 +44,19 @@ ROOT = Path(__file__).resolve().parent.parent.parent
     (r"\boxed{a\}b}", r"a\}b"),                     # an escaped brace closes nothing
     (r"\boxed{\boxed{7}}", "7"),
     (r"\boxed{12", None),
-    (r"\boxed 12", None),
+    (r"\boxed 12", "12"),                           # verl's reader takes what follows, up to $
+    (r"$\boxed 5$ is it", "5"),
+    (r"\(\boxed 5\) is it", "5"),
+    ("so \\boxed x+1.\nDone", "x+1"),
+    (r"\boxed {5}", "5"),
+    (r"\fbox{5}", "5"),
+    (r"\fbox {\frac{1}{2}}", r"\frac{1}{2}"),
+    (r"\boxed{1} and \fbox{2}", "2"),
+    (r"\fbox{1} and \boxed{2}", "2"),
+    (r"\boxed{5} in the \boxed form", "5"),         # what has braces comes first
+    (r"write \boxed", None),
+    (r"\boxed{", None),
+    (r"\fboxes{5}", None),
     ("", None),
     (r"\boxed{}", ""),
 ])
@@ -351,8 +363,9 @@ SOURCES = {
 def test_a_degenerate_response_does_not_escape_its_score():
     """What a policy that repeats itself writes, half a million characters of it, within the pool's own deadline: the
     pattern <answer>(.*?)</answer> would take minutes."""
-    pieces = ["<answer>", "</answer>", "<think>", "answer:", "Answer: A ", "####", "#### 1", r"\boxed{", r"\boxed ", "{",
-              "}", "$", " ", "\n", "1,", "-", r"\text{", r"\fbox{", "a ", "(", "Answer:\n", "\\", "\\(", "**"]
+    pieces = ["<answer>", "</answer>", "<think>", "answer:", "Answer: A ", "####", "#### 1", r"\boxed{", r"\boxed 1",
+              "{", "}", "$", " ", "\n", "1,", "-", r"\text{", r"\fbox{", "a ", "(", "Answer:\n", "\\", "\\(", "**",
+              r"\boxed ", "answer is ", "answer: B or ", r"\boxed{B} "]
     texts = [piece * (500_000 // len(piece)) for piece in pieces]
     with RewardPool(num_workers=2) as pool:
         for index, (source, text) in enumerate((source, text) for source in SOURCES for text in texts):
@@ -449,6 +462,10 @@ CHOICES: dict[str | None, list[str]] = {
         "Answer: ${B}$", r"Answer: \textbf{B}", r"Answer: \textbf{(B)}", r"Answer: \textbf{B. A mixture}",
         r"Answer: \mathbf{B}", r"Answer: $\mathbf{B}$", r"Answer: \boxed{\textbf{(B)}\ 5}", r"Answer: \textit{B}",
         r"Answer: \boldsymbol{B}", "Answer: A\nNo. Answer: `B`", "Answer: [B]\nAnswer: a mixture", "answer: `b`",
+        r"\boxed{B}", r"So it is $\boxed{\text{B}}$.", r"\boxed {(B)}", "The answer is B", "the answer is (B).",
+        "The correct answer is **B**.", r"the answer is $\boxed{B}$", r"\boxed{A} or rather \boxed{B}",
+        r"\boxed{C}, so Answer: B", "The answer is: B", r"the answer is \textbf{(B)}",
+        "Answer: B and the others are not",
     ],
     "A": [
         "Answer: A", "Answer: a", "answer: a.", "Answer: A because x", "Answer: A is right", "Answer: A, a mixture",
@@ -467,10 +484,13 @@ CHOICES: dict[str | None, list[str]] = {
         "Answer: Because", "Answer: [B, C]", "Answer: [A, B]", "Answer: {a, b}", r"Answer: \(B = 3\)",
         r"Answer: \(a + b\)", r"Answer: \(a \times b\)", r"Answer: \[E = mc^2\]", "Answer: `a = 1`", "Answer: `f(a)`",
         r"Answer: \(C_6H_6\)", r"Answer: \(\alpha\)", r"Answer: \textbf{Both}", r"Answer: \textbf{C2}",
-        "Answer: [Both]", r"Answer: \[\]", "Answer: []", "Answer: ``", "Answer:", "Answer", "", "The answer is B", "B",
+        "Answer: [Both]", r"Answer: \[\]", "Answer: []", "Answer: ``", "Answer:", "Answer", "", "B",
         "[B]", "Answer: 5", r"Answer: \frac{A}{B}", "Answer: none. B is wrong", "Answer: I\u2019m lost",
         "Answer: [A mixture] (B)", "Answer: 'a mixture'", r"Answer: \[a\times b\]", "Answer: A _mixture_",
-        "Answer: {B = 3}",
+        "Answer: {B = 3}", "Answer: B or C", "Answer: (B) or (C)", "Answer: B and C", "Answer: B/C",
+        "Answer: **B** or **C**",
+        "The answer is a mixture", "The answer is B or C", r"\boxed{B \text{ or } C}", r"\boxed{5}", r"\boxed{BC}",
+        "the answer is 5", "my answer isn't B", "Answer: B & D",
     ],
 }
 
