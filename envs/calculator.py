@@ -7,8 +7,8 @@
 import ast
 import math
 import operator
-import re
 
+from rewards.format import last_between
 from rewards.gsm8k import compute_score, extract_answer
 
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
@@ -19,14 +19,20 @@ async def episode(chat, row):
     """The reward is 1 for the right answer."""
     text = await chat.reply()
     num_calls = 0
-    while text is not None and "####" not in text and (expressions := re.findall(r"<<(.*?)>>", text)):
+    while text is not None and "####" not in text and (expression := last_expression(text)) is not None:
         num_calls += 1
-        text = await chat.reply({"role": "user", "content": calculate(expressions[-1])})
+        text = await chat.reply({"role": "user", "content": calculate(expression)})
     text = text or ""
     score = compute_score(row["data_source"], text, row["reward_model"]["ground_truth"])
     answer = extract_answer(text)
     pred = None if answer is None else f"{answer.normalize():f}"  # 84.0 votes as 84; None: no vote in maj@N
     return {"score": score, "acc": score, "pred": pred, "calls": num_calls}
+
+
+def last_expression(text: str) -> str | None:
+    """The last <<...>> that stands in one line."""
+    found = (last_between(line, "<<", ">>") for line in reversed(text.split("\n")))
+    return next((expression for expression in found if expression is not None), None)
 
 
 def calculate(expression: str) -> str:

@@ -9,11 +9,11 @@ variable SEARCH_CORPUS names the corpus, JSON lines with `title` and `text`; it 
 
 import json
 import os
-import re
 from pathlib import Path
 
 import bm25s
 
+from rewards.format import last_between
 from rewards.search_qa import compute_score
 
 CORPUS = Path(os.environ.get("SEARCH_CORPUS", "data/search/corpus.jsonl"))
@@ -50,11 +50,11 @@ async def episode(chat, row):
     text = await chat.reply()
     num_searches = 0
     while text is not None and "<answer>" not in text:
-        queries = re.findall(r"<search>(.*?)</search>", text, re.DOTALL)
-        if not queries:
+        query = last_between(text, "<search>", "</search>")
+        if query is None:
             break
         num_searches += 1
-        information = f"<information>{search(queries[-1])}</information>"
+        information = f"<information>{search(query)}</information>"
         text = await chat.reply({"role": "user", "content": information})
     score = compute_score(row["data_source"], text or "", row["reward_model"]["ground_truth"])
     return score | {"searches": num_searches}

@@ -1,7 +1,7 @@
 """Countdown's score: an expression in <answer>...</answer> that uses every given number once and gives the target.
 
 ground_truth: {"target": int, "numbers": [int, ...]} or that as JSON. The expression is parsed, never evaluated as code,
-and computed in exact fractions; + - * / and brackets are allowed.
+and computed in exact fractions; + - * / and brackets are allowed, the first three also as the signs of print and LaTeX.
 """
 
 import ast
@@ -11,7 +11,11 @@ import re
 from collections import Counter
 from fractions import Fraction
 
+from rewards.format import last_between
+
 OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+SIGNS = {"\u2212": "-", "\u00d7": "*", "\u22c5": "*", "\u00b7": "*", "\u00f7": "/", r"\times": "*", r"\cdot": "*",
+         r"\div": "/", r"\left": "", r"\right": "", r"\(": "", r"\)": "", r"\[": "", r"\]": "", "$": ""}
 MAX_LENGTH = 200  # characters of an expression: no stack and no number can grow large
 
 
@@ -28,6 +32,8 @@ def compute(expression: str) -> tuple[Fraction, list[int]]:
                 return Fraction(number)
             case ast.UnaryOp(op=ast.USub()):
                 return -value(node.operand)
+            case ast.UnaryOp(op=ast.UAdd()):
+                return value(node.operand)
             case ast.BinOp(op=op) if type(op) in OPERATIONS:
                 return OPERATIONS[type(op)](value(node.left), value(node.right))
         raise ValueError(f"{ast.unparse(node)!r} is not allowed")
@@ -35,15 +41,22 @@ def compute(expression: str) -> tuple[Fraction, list[int]]:
     return value(ast.parse(expression.strip(), mode="eval").body), used
 
 
+def written_in_ascii(answer: str) -> str:
+    r"""3 \times 4, $3*4$ and an expression of several lines as Python's."""
+    for sign, character in SIGNS.items():
+        answer = answer.replace(sign, character)
+    return " ".join(answer.split())
+
+
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, score=1.0, format_score=0.1) -> dict:
     """`score` for a right expression, `format_score` for another <answer>, 0 without one (verl's values). A response
     without one has no vote in maj@N."""
     truth = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
     target, numbers = int(truth["target"]), [int(n) for n in truth["numbers"]]
-    answers = re.findall(r"<answer>(.*?)</answer>", solution_str, flags=re.DOTALL)
-    if not answers:
+    answer = last_between(solution_str, "<answer>", "</answer>")
+    if answer is None:
         return {"score": 0.0, "acc": False, "pred": None}
-    expression = answers[-1].strip().partition("=")[0]  # "1 + 2 = 3" is taken as "1 + 2"
+    expression = written_in_ascii(answer).partition("=")[0]  # "1 + 2 = 3" is taken as "1 + 2"
     try:
         value, used = compute(expression)
         acc = value == target and Counter(used) == Counter(numbers)

@@ -15,6 +15,17 @@ def soft_overlong(num_tokens: int, max_tokens: int, buffer: int, factor: float =
     return factor * max(-1.0, min(0.0, (expected - num_tokens) / buffer))
 
 
+def last_between(text: str, opening: str, closing: str) -> str | None:
+    """What the last opening ... closing holds, None without one: the last match of opening(.*?)closing. The time
+    is linear in the length; that of the pattern is quadratic where openings are never closed."""
+    found = None
+    start = text.find(opening)
+    while start >= 0 and (end := text.find(closing, start + len(opening))) >= 0:
+        found = text[start + len(opening):end]
+        start = text.find(opening, end + len(closing))
+    return found
+
+
 def tags(data_source, solution_str, ground_truth, extra_info=None, names=("think", "answer")) -> float:
     """1 if the response is <a>...</a> for each of the names, in order, each once, with nothing but white space between
     and around, and none of them empty; else 0. A template that opens the first tag itself may leave it out."""

@@ -9,7 +9,7 @@ verl has the answer "[INVALID]".
 import re
 from numbers import Real
 
-from rewards.math import last_boxed
+from rewards.math import inside_braces
 
 ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
 TAIL = 300      # characters searched, as in verl: an answer stands at the end
@@ -50,10 +50,16 @@ def truths_of(ground_truth: object) -> list[str]:
     return [text for entry in entries for text in truths_of(entry)]
 
 
+def boxed(tail: str) -> str | None:
+    r"""What the last \boxed{...} holds; verl reads no other form."""
+    start = tail.rfind(r"\boxed{")
+    return inside_braces(tail, start + len(r"\boxed")) if start >= 0 else None
+
+
 def compute_score(data_source, solution_str, ground_truth, extra_info=None) -> dict:
     truths = truths_of(ground_truth)
     found = ANSWER.findall(solution_str[-TAIL:])
-    answer = found[-1] if found else last_boxed(solution_str[-BOX_TAIL:])
+    answer = found[-1] if found else boxed(solution_str[-BOX_TAIL:])
     pred = None if answer is None else normalise(answer)
     acc = pred in truths
     return {"score": 1.0 if acc else -1.0, "acc": acc, "pred": pred}

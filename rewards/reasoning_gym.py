@@ -9,13 +9,13 @@ import contextlib
 import functools
 import json
 
+from rewards.format import last_between
+
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None) -> dict:
-    from reasoning_gym.utils import extract_answer
-
     entry = entry_of(ground_truth, extra_info or {})
-    answer = extract_answer(solution_str)
-    answer = solution_str.strip() if answer is None else answer
+    answer = last_between(solution_str, "<answer>", "</answer>")  # as the library's extract_answer, in linear time
+    answer = (solution_str if answer is None else answer).strip()
     score = float(task(entry["metadata"]["source_dataset"]).score_answer(answer, entry))
     return {"score": score, "acc": score >= 1.0, "pred": answer[:200]}
 

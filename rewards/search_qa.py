@@ -8,6 +8,8 @@ import re
 import string
 from typing import Any
 
+from rewards.format import last_between
+
 MAX_TAGS = 10  # a response with more opening or closing tags gets a quarter of the score, as in verl
 
 
@@ -31,10 +33,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, scor
     """`score` for a right answer, `format_score` for another one, 0 without <answer>...</answer>. A response without
     one has no vote in maj@N."""
     truths = truths_of(ground_truth)
-    answers = re.findall(r"<answer>(.*?)</answer>", solution_str, flags=re.DOTALL)
-    if not answers:
+    answer = last_between(solution_str, "<answer>", "</answer>")
+    if answer is None:
         return {"score": 0.0, "acc": False, "pred": None}
-    pred = normalise(answers[-1])
+    pred = normalise(answer)
     acc = pred in truths
     if acc and max(solution_str.count("<answer>"), solution_str.count("</answer>")) > MAX_TAGS:
         score = score / 4
