@@ -126,10 +126,10 @@ class RewardPool:
                extra_info: dict | None = None) -> None:
         if index in self.pending or index in self.replies:
             raise ValueError(f"sample {index} was submitted twice")
-        if self.scorer is not None:
-            self.replies[index] = self.scorer([(data_source, solution_str, ground_truth, extra_info)])[0]
-            return
         request = pickle.dumps((data_source, solution_str, ground_truth, extra_info))
+        if self.scorer is not None:
+            self.replies[index] = self.scorer([pickle.loads(request)])[0]  # its own copy, as in a worker
+            return
         with self.changed:
             self.raise_if_broken()
             self.pending.add(index)

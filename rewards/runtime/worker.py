@@ -37,6 +37,10 @@ MAX_TEXT = 10_000   # characters of a text in a reward dict, and of a traceback
 MAX_NUMBERS = 1_000_000  # in the lists of one reward dict: a list of one number a token is whole
 
 
+def copies(samples: list[Sample]) -> list[Sample]:
+    return pickle.loads(pickle.dumps(samples))
+
+
 class Reward:
     """One reward function. How it wants to be called is read from its signature, once."""
 
@@ -66,6 +70,7 @@ class Reward:
     def score_batch(self, samples: list[Sample]) -> list[dict]:
         """verl's batched form: lists in, list out. A batch that fails is scored one by one, so that
         only the failing sample has no score."""
+        again = copies(samples) if len(samples) > 1 else []  # the function may change what it is given
         sources, texts, truths, extras = map(list, zip(*samples))
         try:
             results = list(wait(self.function(data_sources=sources, solution_strs=texts, ground_truths=truths,
@@ -74,8 +79,8 @@ class Reward:
                 raise ValueError(f"{self.name} returned {len(results)} scores for {len(samples)} samples")
             return [self.reply(result) for result in results]
         except (Exception, SystemExit) as error:
-            if len(samples) > 1:
-                return [self.score_batch([sample])[0] for sample in samples]
+            if again:
+                return [self.score_batch([sample])[0] for sample in again]
             return [failure_of(error)]
 
     async def gather(self, samples: list[Sample], timeout_s: float | None) -> list[dict]:
@@ -118,7 +123,9 @@ class Scorer:
     def __call__(self, samples: list[Sample]) -> list[dict]:
         if not self.rewards:
             return [self.score_by_source(sample) for sample in samples]
-        columns = [reward(samples, self.timeout_s) for reward in self.rewards]
+        # each function gets its own, because it may change them
+        given = [samples, *(copies(samples) for _ in self.rewards[1:])]
+        columns = [reward(mine, self.timeout_s) for reward, mine in zip(self.rewards, given)]
         return [self.combine(replies) for replies in zip(*columns)]
 
     def score_by_source(self, sample: Sample) -> dict:
