@@ -3,8 +3,8 @@
 Requests are length-prefixed pickles on fd 0, replies JSON lines on fd 1; reward functions may read and print freely.
 The first request is Scorer's arguments, its reply {"concurrency"}; each further one is a list of samples, pickled one
 by one, and its reply a list with {"score", "extra", "texts"} of each, or {"failure", "text"} if the sample has no
-score; "kind" beside them is the exception's name. Lists of numbers in "extra" travel as `packed` writes them. "texts"
-names the type of each value that became a text or was cut.
+score; "kind" and "where" beside them are the exception's name, and its place and text. Lists of numbers in "extra"
+travel as `packed` writes them. "texts" names the type of each value that became a text or was cut.
 """
 
 import binascii
@@ -263,11 +263,15 @@ def unpacked(reply: dict) -> dict:
 
 
 def failure_of(error: BaseException) -> dict:
-    """The exception's name and its traceback, whose middle is left out if it is long."""
+    """The exception's name, place and traceback, whose middle is left out if it is long."""
     text = "".join(traceback.format_exception(error))
     if len(text) > MAX_TEXT:
         text = f"{text[:MAX_TEXT // 2]}\n... {len(text) - MAX_TEXT} characters left out ...\n{text[-MAX_TEXT // 2:]}"
-    return {"failure": "exception", "kind": type(error).__name__, "text": text}
+    name = type(error).__name__
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    own = [frame for frame in frames if not frame.filename.startswith((sys.prefix, sys.base_prefix))] or frames
+    place = f"{own[-1].filename}, line {own[-1].lineno}: " if own else ""
+    return {"failure": "exception", "kind": name, "text": text, "where": f"{place}{name}: {str(error)[:500]}"}
 
 
 def ignore_stops() -> None:
