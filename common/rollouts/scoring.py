@@ -18,11 +18,11 @@ from common.model.reward_model import RewardModel, RewardModelConfig
 from common.parallel.ranks import all_max, all_names, all_sum, seed_of
 from common.rollout import Rollout, Sample, gather_rollout
 from common.rollouts.episodes import Episodes, measure_episodes
+from common.rollouts.trial import try_function
 from envs.runtime.response import Response
 from envs.stored import pack, unpack
 from rewards import lookup
 from rewards.runtime.pool import RewardConfig, RewardPool, Scores, check_error_frac
-from rewards.runtime.trial import try_function
 from rewards.runtime.worker import MAX_NAMES, MAX_SCORE
 
 
@@ -44,7 +44,7 @@ class Scoring:
         self.pool = RewardPool(**vars(config)) if is_here and not model_config.alone else None
 
     def try_function(self, data: Iterable[PromptSet]) -> None:
-        """Call --reward.function before a model is loaded (rewards/runtime/trial.py). ValueError if it gives no score.
+        """Call --reward.function before a model is loaded (trial.py). ValueError if it gives no score.
         With episodes it may fail, because they may return the scores themselves."""
         if self.pool is not None and self.config.function:
             try_function(self.pool, list(data), may_fail=self.episode != "")

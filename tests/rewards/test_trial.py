@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from common.rollouts.trial import try_function
 from rewards.runtime.pool import RewardPool
-from rewards.runtime.trial import try_function
 
 FUNCTIONS = '''
 import json, os, re
@@ -80,7 +80,7 @@ def test_a_function_that_scores_some_texts_or_rows_goes_on(attempt, tmp_path, ca
 
 
 def test_a_slow_function_is_not_judged(attempt, caplog, monkeypatch):
-    monkeypatch.setattr("rewards.runtime.trial.WAIT_S", 0.5)
+    monkeypatch.setattr("common.rollouts.trial.WAIT_S", 0.5)
     for num_workers in (0, 1):
         attempt("slow", num_workers=num_workers, timeout_s=1.0)
     assert caplog.text.count("no score within 0.5 s in a call before the start; --reward.timeout-s is 1") == 2
