@@ -123,6 +123,7 @@ def main(args: Args) -> None:
     if chunks:
         stops = stop_tokens(model, tokenizer)
         scoring = Scoring(tokenizer, args.reward, args.reward_model, data.loaded.data_sources, args.rollout.episode)
+        on_main(world, partial(scoring.try_function, [data]))
         scoring.episodes = start_episodes(args.rollout, tokenizer, args.data, stops, longest, world)
         # the models first: the engine takes a part of the memory that they leave free
         policy = load_policy(model, args.policy, world, Weights(frozen=True))

@@ -21,7 +21,7 @@ from common.metrics import Meter
 from common.model.offload import Offload, OffloadConfig
 from common.model.policy import PackedModel
 from common.model.reward_model import RewardModel, RewardModelConfig
-from common.parallel.ranks import print_on_main, seed_of
+from common.parallel.ranks import on_main, print_on_main, seed_of
 from common.prompts import DataConfig
 from common.rollout import Layout, Minibatch, Rollout, to_minibatches
 from common.rollouts.episodes import start_episodes
@@ -79,6 +79,7 @@ class Run(Training):
             self.tokenizer, args.reward, args.reward_model, sources, args.rollout.episode, self.world.samples
         )
         self.closing.callback(self.scoring.close)
+        on_main(self.world, partial(self.scoring.try_function, filter(None, [self.train_set, self.val_set])))
         self.recorder = Recorder(args.log, Path(args.run_dir), self.tokenizer)
         self.scoring.episodes = start_episodes(
             args.rollout, self.tokenizer, args.data, stop_tokens(args.model, self.tokenizer), self.max_sequence_length,

@@ -7,7 +7,8 @@ ground_truth is a JSON text or dict in one of verl's forms:
   {"functional": "assert f(1) == 2\n..."}                 the same as one case
 The program runs as a script in the first form, so its main block runs; in the others it is imported as a module. It
 never sees an expected value and never shares a process with the verdict: outputs and results of calls are compared
-here, assertions run in a second process of the sandbox that gets nothing but data from the program (harness.py).
+here, assertions run in a second process of the sandbox that gets nothing but data from the program (harness.py), and
+of its names only those that they test (asked.py).
 """
 
 import contextlib
@@ -20,9 +21,9 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
-from rewards.runtime import harness, sandbox
+from rewards.runtime import asked, harness, sandbox
 
-HARNESS = Path(harness.__file__).read_text()
+HARNESS = Path(asked.__file__).read_text() + Path(harness.__file__).read_text()
 MAX_CASES = 10  # of which a score is made
 MARGIN = 1 << 16  # characters that an output may be longer than twice the expected one (a result: 20 times) to be read
 
@@ -123,7 +124,7 @@ def judge(program: str, case: tuple[str, str, object], limits: sandbox.Limits, u
     kind, given, wanted = case
     kind, _, name = kind.partition(" ")
     role = {"stdin": "run", "call": "serve", "values": "serve", "assert": "judge"}[kind]
-    main = f"{HARNESS}\n\nmain({role!r}, {program!r})\n"
+    main = f"{HARNESS}\n\nmain({role!r}, {program!r}{', asked_by' if role == 'judge' else ''})\n"
     if role == "serve":
         values = with_integer_keys(json.loads(given, parse_int=integer))
         arguments = ["list", *(harness.pack(value, no_handle) for value in values)]

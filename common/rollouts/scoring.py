@@ -18,6 +18,7 @@ from common.model.reward_model import RewardModel, RewardModelConfig
 from common.parallel.ranks import all_max, all_names, all_sum, seed_of
 from common.rollout import Rollout, Sample, gather_rollout
 from common.rollouts.episodes import Episodes, measure_episodes
+from common.rollouts.trial import try_function
 from envs.runtime.response import Response
 from envs.stored import pack, unpack
 from rewards import lookup
@@ -34,13 +35,19 @@ class Scoring:
         episodes (--rollout.episode) may return the scores."""
         if not config.function and not model_config.alone and not episode:
             lookup(set(data_sources), config.kwargs)
-        self.tokenizer, self.config = tokenizer, config
+        self.tokenizer, self.config, self.episode = tokenizer, config, episode
         self.model: RewardModel | None = None
         self.episodes: Episodes | None = None
         self.sampled: dict[tuple[int | str, ...], RolloutConfig] = {}  # seeds of the run's requests
         self.advance: Callable[[], None] = lambda: None
         """Called as each response ends, for a progress bar."""
         self.pool = RewardPool(**vars(config)) if is_here and not model_config.alone else None
+
+    def try_function(self, data: Iterable[PromptSet]) -> None:
+        """Call --reward.function before a model is loaded (trial.py). ValueError if it gives no score.
+        With episodes it may fail, because they may return the scores themselves."""
+        if self.pool is not None and self.config.function:
+            try_function(self.pool, list(data), may_fail=self.episode != "")
 
     def check_new(self, request: "RolloutRequest") -> None:
         """Raises ValueError for a request whose responses would be those of an earlier one, token by token."""

@@ -1,4 +1,4 @@
-"""What runs inside the sandbox around a model-written program; the text of this file is the beginning of its main.py.
+"""What runs inside the sandbox around a model-written program; the text of this file is the main part of its main.py.
 
     run     the program as a script that reads standard input
     serve   the program as a module; calls of its functions come as JSON lines on standard input, replies go back
@@ -10,12 +10,12 @@ its own, is ever compared. What is no data (a class, a generator) stays in the p
 `Handle` of it, which equals nothing but itself. What the program can still do is answer the calls, rightly or wrongly.
 """
 
-import ast
 import builtins
 import collections
 import datetime
 import decimal
 import fractions
+import importlib
 import operator
 import os
 import sys
@@ -27,7 +27,7 @@ STARRED = ("math", "collections", "itertools", "functools", "heapq", "bisect", "
 MODULES = ("bisect, collections, copy, datetime, functools, heapq, io, itertools, json, math, operator, random, re, "
            "string, sys")
 # Programs get these too, as LiveCodeBench's and APPS' harnesses give them. Assertions do not: a name that they have by
-# themselves is rarely taken from the program (`names_to_ask`), and `add` or `mode` is to be the program's.
+# themselves is rarely taken from the program (asked.py), and `add` or `mode` is to be the program's.
 STARRED_IN_PROGRAMS = ("string", "re", "datetime", "copy", "random", "statistics", "operator", "io", "sys", "json")
 MODULES_IN_PROGRAMS = "fractions, statistics, time"
 CANNOT_JUDGE = 90         # exit code of `judge` where an assertion needs what cannot pass between the processes
@@ -43,6 +43,7 @@ CONTAINERS = {
     "bytes": (bytes, bytes.__iter__, bytes),
     "bytearray": (bytearray, bytearray.__iter__, bytearray),
     "range": (range, lambda value: (value.start, value.stop, value.step), lambda items: range(*items)),
+    "slice": (slice, lambda value: (value.start, value.stop, value.step), lambda items: slice(*items)),
 }
 # name: (type, the type from its text)
 TEXTS = {
@@ -174,18 +175,26 @@ class CannotSend(BaseException):
 
 
 class Handle:
-    """Something in the program's process. Each operation is a request to it."""
+    """Something in the program's process. Each operation is a request to it. It is `named` if the assertions name it:
+    a function or class, an instance of the class (its name begins with a capital letter), their attributes. All others
+    are results."""
 
     def __init__(self, client, number):
-        vars(self).update(_client=client, _number=number)
+        vars(self).update(_client=client, _number=number, _named="")
+
+    def name(self, value, name):
+        if type(value) is Handle and self._named:
+            vars(value)["_named"] = name
+        return value
 
     def __call__(self, *args, **kwargs):
-        return self._client.request("call", self, args, kwargs)
+        value = self._client.request("call", self, args, kwargs)
+        return self.name(value, "instance" if self._named[:1].isupper() else "")
 
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
-        return self._client.request("getattr", self, name)
+        return self.name(self._client.request("getattr", self, name), name)
 
     def __setattr__(self, name, value):
         self._client.request("setattr", self, name, value)
@@ -231,7 +240,13 @@ class Client:
         self.process = process
 
     def request(self, operation, *operands):
-        message = [pack(operand, self.refer) for operand in operands]
+        try:
+            message = [pack(operand, self.refer) for operand in operands]
+        except CannotSend as error:
+            # a result that takes what data does not take is a wrong one, else a program could choose to have no verdict
+            if not any(type(operand) is Handle and operand._named for operand in operands):
+                raise TypeError(*error.args) from None
+            raise
         self.process.stdin.write(dumps(["list", operation, *message]).encode() + b"\n")
         self.process.stdin.flush()
         line = self.process.stdout.readline(MAX_REPLY)
@@ -242,6 +257,8 @@ class Client:
             kind = vars(builtins).get(reply["error"])
             if not (isinstance(kind, type) and issubclass(kind, Exception)):
                 kind = RuntimeError
+            if issubclass(kind, StopIteration) and operation != "next":
+                kind = RuntimeError  # it would end a loop of the assertions before its last case
             raise kind(reply["text"])
         if operation == "call":
             for mine, changed in zip(operands[1], reply["arguments"]):
@@ -269,38 +286,24 @@ def replace(mine, changed) -> None:
         mine.update(changed)
 
 
-def names_to_ask(tree: ast.Module, known: set) -> list:
-    """The names of an assertion that the program may define. One that Python or STARRED defines too (`sum`, `all`)
-    counts as the program's only where that cannot decide the verdict: compared with a literal, `sum(1, 2) == 3`, or
-    given to a function of the assertion, `check(sum)`. Else `all(...)` would be the program's opinion of itself."""
-    used = collections.Counter(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
-    defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-    harmless = collections.Counter()
-    for node in ast.walk(tree):
-        match node:
-            case ast.Compare(left=ast.Call(func=ast.Name(id=name)), ops=[ast.Eq()], comparators=[wanted]):
-                harmless[name] += is_literal(wanted)
-            case ast.Call(func=ast.Name(id=name), args=args) if name in defined:
-                harmless.update(arg.id for arg in args if isinstance(arg, ast.Name))
-    return [name for name in used if name not in known or used[name] == harmless[name]]
+def import_used(modules: dict) -> dict:
+    """Those of {name: [module, attribute, ...]} that have these attributes."""
+    found = {name: importlib.import_module(module) for name, (module, *_) in modules.items()}
+    return {name: module for name, module in found.items() if all(hasattr(module, a) for a in modules[name][1:])}
 
 
-def is_literal(node) -> bool:
-    try:
-        ast.literal_eval(node)
-    except ValueError:
-        return False
-    return True
-
-
-def judge(program: str) -> None:
-    """Exit code 0 if the assertions hold, 1 if not, CANNOT_JUDGE if they are no Python or need what cannot pass."""
+def judge(program: str, asked_by) -> None:
+    """Exit code 0 if the assertions hold, 1 if not, CANNOT_JUDGE if they are no Python or need what cannot pass.
+    asked_by: asked.py's."""
     import ctypes
     import subprocess  # only here: its import takes as long as many a program
 
     case = sys.stdin.read()
+    names: dict = {}
+    import_into(names, STARRED, MODULES)
     try:
-        tree = ast.parse(case)
+        code = compile(case, "case.py", "exec")
+        asked = asked_by(case, names.keys() | vars(builtins).keys())
     except SyntaxError as error:
         print(error, file=sys.stderr)
         sys.exit(CANNOT_JUDGE)
@@ -310,16 +313,22 @@ def judge(program: str) -> None:
     sys.path[:] = [folder for folder in sys.path if folder not in ("", here)]
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
-    import_into(vars(module), STARRED, MODULES)
+    vars(module).update(names)
+    modules = import_used(asked.modules)
+    vars(module).update(modules)
     command = [sys.executable, "-I", "-B", os.path.abspath(sys.argv[0]), "serve"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         try:
             client = Client(process)
-            known = vars(module).keys() | vars(builtins).keys()
-            asked = names_to_ask(tree, known)
-            found = client.request("names", asked)  # the program may answer with more: `set`, `all`
-            vars(module).update({name: found[name] for name in asked if name in found})
-            exec(compile(case, "case.py", "exec"), vars(module))
+            wanted = [name for name in asked.names if name not in modules]
+            found = client.request("names", wanted)
+            for name in [name for name in wanted if name in found]:  # it may answer with more: `set`, `all`
+                if type(found[name]) is Handle:
+                    vars(found[name])["_named"] = name
+                vars(module)[name] = found[name]
+            if asked.subject not in ("", *found):
+                raise NameError(f"the program does not define {asked.subject}")
+            exec(code, vars(module))
         except CannotSend as error:
             print(error, file=sys.stderr)
             sys.exit(CANNOT_JUDGE)
@@ -327,7 +336,10 @@ def judge(program: str) -> None:
             process.kill()
 
 
-def main(role: str, program: str) -> None:
+def main(role: str, program: str, *asked_by) -> None:
     sys.set_int_max_str_digits(0)  # tests and programs may have longer numbers than the 4,300 digits that Python reads
     sys.setrecursionlimit(50_000)  # as LiveCodeBench sets it: a right search may go deeper than 1,000 calls
-    {"run": run, "serve": serve, "judge": judge}[sys.argv[1] if sys.argv[1:] else role](program)
+    if sys.argv[1:]:
+        serve(program)
+    else:
+        {"run": run, "serve": serve, "judge": judge}[role](program, *asked_by)

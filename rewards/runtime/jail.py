@@ -4,12 +4,13 @@ Three processes: this one (waits), pid 1 of the jail (waits), the program. With 
 pid, network, ipc and host name spaces: it sees the system's and Python's folders read-only, four devices and one
 writable folder, /box, which is a tmpfs. No /proc, /sys, home or network; what is outside has no name there, so it
 cannot be opened or signalled. Root becomes nobody first, as the kernel does not bind uid 0 by RLIMIT_NPROC. All end
-in a user namespace of their own, which cannot be nested, and with an empty session keyring.
+in a user namespace of their own, in which none can be made (syscalls.py), and with an empty session keyring.
 
 What holds with and without isolation: the rlimits, the system call filter (syscalls.py), the keyring. As the program
 cannot start processes, the limits of one process are those of all that it does: `memory_mb` of address space, the
-standard output and error (`file_mb` each), and what its `files` descriptors hold in pipes and sockets (1 MB each at
-most). Isolated, also /box: `folder_mb` and `num_files`. A judge of assertions (`forks`) has the same limits beside the
+standard output and error (`file_mb` each), what its `files` descriptors hold in pipes (64 KB each) and sockets (the
+machine's net.core.wmem_default each, 208 KB unless somebody raised it), and `files` timers and queued signals.
+Isolated, also /box: `folder_mb` and `num_files`. A judge of assertions (`forks`) has the same limits beside the
 program's own. What does not hold: without isolation the disk is bounded for each file only, not for their number; and
 a machine with less free memory than all its jails may use can still run out, then the kernel kills jails first.
 
@@ -61,9 +62,18 @@ def mount(source: str, target: str, kind: str | None, flags: int, data: str | No
 def enter_user_namespace(proc: int) -> None:
     """A user namespace that knows one user, the present one. proc: descriptor of the outer /proc."""
     user, group = os.geteuid(), os.getegid()
-    call("unshare", NEWUSER)
+    unshare(NEWUSER)
     for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
         write(proc, f"self/{name}", text)
+
+
+def unshare(flags: int) -> None:
+    try:
+        call("unshare", flags)
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror}; this system or container allows no new namespaces (user."
+                      f"max_user_namespaces, kernel.unprivileged_userns_clone, kernel.apparmor_restrict_unprivileged_"
+                      f"userns, the container's seccomp profile)") from None
 
 
 def write(folder: int, name: str, text: str) -> None:
@@ -94,7 +104,8 @@ def build_root(root: str, spec: dict) -> None:
         mount(source, inside, None, MS_BIND | MS_REC)
     os.mkdir(root + BOX)
     for name in ("/tmp", "/dev/shm"):
-        os.symlink(BOX, root + name)
+        if not os.path.lexists(root + name):  # else Python lies below it, and it is shown as a folder to read
+            os.symlink(BOX, root + name)
     attributes = struct.pack("4Q", ATTR_RDONLY | ATTR_NOSUID, 0, 0, 0)
     call("syscall", MOUNT_SETATTR, -1, root.encode(), AT_RECURSIVE, attributes, len(attributes))
     bounds = f"size={spec['folder_mb']}m,nr_inodes={spec['num_files']},mode=1777"
@@ -114,6 +125,7 @@ def set_limits(spec: dict) -> None:
         resource.RLIMIT_FSIZE: spec["file_mb"] << 20,
         resource.RLIMIT_NOFILE: spec["files"],
         resource.RLIMIT_NPROC: threads,
+        resource.RLIMIT_SIGPENDING: spec["files"],
     }
     for limit, value in limits.items():
         resource.setrlimit(limit, (value, value))
@@ -163,7 +175,7 @@ def main(spec: dict) -> None:
     if spec["isolated"]:
         if not root:
             enter_user_namespace(proc)
-        call("unshare", NEWNS | NEWPID | NEWNET | NEWIPC | NEWUTS)
+        unshare(NEWNS | NEWPID | NEWNET | NEWIPC | NEWUTS)
     if child := os.fork():
         os.close(errors)
         wait_and_exit(child)
@@ -182,7 +194,8 @@ def main(spec: dict) -> None:
     if spec["isolated"]:
         if root:
             enter_user_namespace(proc)
-        write(proc, "sys/user/max_user_namespaces", "0")
+        with contextlib.suppress(OSError):  # containers mount it read-only; the filter of system calls says the same
+            write(proc, "sys/user/max_user_namespaces", "0")
     die_with_parent()
     call("prctl", NO_NEW_PRIVS, 1, 0, 0, 0)
     set_limits(spec)

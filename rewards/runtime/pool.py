@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from rewards import json_object
 from rewards.runtime.process import WorkerProcess
-from rewards.runtime.worker import MAX_NAMES, MAX_TEXT, Scorer
+from rewards.runtime.worker import MAX_NAMES, MAX_TEXT, Sample, Scorer
 
 log = logging.getLogger(__name__)
 GRACE_S = 1.0  # a batch is killed this long after the deadlines that an `async def` has in the worker itself
@@ -103,6 +103,8 @@ class RewardPool:
         self.changed = threading.Condition()
         self.pending: set[int] = set()
         self.replies: dict[int, dict] = {}
+        self.attempts: dict[int, dict] = {}  # replies to `attempt`, whose indices are below 0
+        self.num_attempts = 0
         self.broken: str | None = None
         self.num_ready = 0
         self.closed = False
@@ -126,14 +128,31 @@ class RewardPool:
                extra_info: dict | None = None) -> None:
         if index in self.pending or index in self.replies:
             raise ValueError(f"sample {index} was submitted twice")
-        if self.scorer is not None:
-            self.replies[index] = self.scorer([(data_source, solution_str, ground_truth, extra_info)])[0]
-            return
         request = pickle.dumps((data_source, solution_str, ground_truth, extra_info))
+        if self.scorer is not None:
+            self.replies[index] = self.scorer([pickle.loads(request)])[0]  # its own copy, as in a worker
+            return
         with self.changed:
             self.raise_if_broken()
             self.pending.add(index)
         self.jobs.put((index, request))
+
+    def attempt(self, sample: Sample, wait_s: float) -> dict | None:
+        """A worker's reply to one sample that is in no result, or None if it takes longer than wait_s. With num_workers
+        0 by a worker of its own, so that nothing changes in this process."""
+        request = pickle.dumps(sample)
+        if self.scorer is not None:
+            worker = WorkerProcess(self.scorer_args)
+            reply = worker.score([request], max(wait_s, 0.0))[0]
+            worker.close()
+            return reply
+        self.num_attempts += 1
+        index = -self.num_attempts
+        self.jobs.put((index, request))
+        with self.changed:
+            self.changed.wait_for(lambda: index in self.attempts or self.broken, max(wait_s, 0.0))
+            self.raise_if_broken()
+            return self.attempts.get(index)
 
     def put(self, index: int, reply: dict) -> None:
         """Add a reply that was made elsewhere, in the form of a worker's reply."""
@@ -230,7 +249,8 @@ class RewardPool:
                 continue
             jobs = jobs[len(samples):]
             with self.changed:
-                self.replies |= zip(indices, replies)
+                for index, reply in zip(indices, replies):
+                    (self.replies if index >= 0 else self.attempts)[index] = reply
                 self.pending.difference_update(indices)
                 self.changed.notify_all()
         self.jobs.put(None)  # for the next thread

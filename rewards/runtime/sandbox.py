@@ -141,8 +141,8 @@ def isolation(allow_weak: bool = False, flags: tuple[str, ...] = REWARD_FLAGS) -
         weak = (f"model-written code cannot be isolated here ({error}): only rlimits, a filter of system calls and a "
                 f"deadline would hold. It could use the network, {files}, and fill the disk")
     if not allow_weak:
-        raise RuntimeError(f"{weak}. Run where user namespaces are allowed (Linux 5.14), or give a server, {flags[0]}, "
-                           f"or accept it, {flags[1]}")
+        raise RuntimeError(f"{weak}. Run where the sandbox can be built (Linux 5.14 with user namespaces), or give a "
+                           f"server, {flags[0]}, or accept it, {flags[1]}")
     run("", limits=Limits(timeout_s=30), isolated=False)  # raises if even this is impossible
     log.warning("%s", weak)
     return False

@@ -1,9 +1,12 @@
 """The system calls that no model-written program needs: a seccomp filter, made and installed with the standard library.
 
 Refused, because it would get around a limit of jail.py or reach another process:
-  memory outside of the address space   memfd_create, memfd_secret, shmget, msgget, semget, mq_open
+  memory outside of the address space   memfd_create, memfd_secret, shmget, msgget, semget, mq_open, vmsplice; larger
+                                        buffers of sockets and pipes; sendmsg, which can send descriptors and so hold
+                                        more of them than a process may; watches (inotify, fanotify), rules (landlock)
   kernel surface                        io_uring, bpf, perf_event_open, userfaultfd, sockets but unix, internet, netlink
   other processes                       ptrace, process_vm_*, pidfd_getfd, keys of the kernel's keyrings
+  new namespaces                        unshare, setns, clone with CLONE_NEW*, clone3 (its flags are in memory)
   starting processes                    fork, vfork, clone without CLONE_THREAD (`forks=False`); threads are allowed
 """
 
@@ -20,15 +23,21 @@ REFUSED = {
     "io_uring_register": (427, 427), "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282),
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
     "pidfd_getfd": (438, 438), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
+    "unshare": (272, 97), "setns": (308, 268), "vmsplice": (278, 75), "sendmsg": (46, 211), "sendmmsg": (307, 269),
+    "inotify_init": (253, None), "inotify_init1": (294, 26), "fanotify_init": (300, 262),
+    "landlock_create_ruleset": (444, 444), "landlock_add_rule": (445, 445), "landlock_restrict_self": (446, 446),
 }
 FORKS = {"fork": (57, None), "vfork": (58, None)}
-CLONE, CLONE3, SOCKET = (56, 220), (435, 435), (41, 198)
+CLONE, CLONE3, SOCKET, SETSOCKOPT, FCNTL = (56, 220), (435, 435), (41, 198), (54, 208), (72, 25)
 FAMILIES = (1, 2, 10, 16)  # AF_UNIX, AF_INET, AF_INET6, AF_NETLINK (the C library lists interfaces by it)
 CLONE_THREAD = 0x10000
+CLONE_NEW = 0x7E020000     # CLONE_NEWNS, CLONE_NEWUSER and the others
+SOL_SOCKET, BUFFERS = 1, (7, 8, 32, 33)  # SO_SNDBUF, SO_RCVBUF, and both with FORCE
+F_SETPIPE_SZ = 1031
 X32_CALLS = 0x40000000     # x86-64 kernels take a second set of numbers from here on
 
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # of classic BPF
-NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16                        # offsets in struct seccomp_data
+NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, (16, 24, 32)                   # offsets in struct seccomp_data
 ALLOW, ERROR = 0x7FFF0000, 0x00050000
 SET_SECCOMP, MODE_FILTER = 22, 2                                       # prctl
 
@@ -55,20 +64,32 @@ def make_filter(forks: bool) -> bytes:
     add(LOAD, NUMBER)
     add(AT_LEAST, X32_CALLS, if_false=1)
     add(RETURN, ERROR | errno.ENOSYS)
-    for numbers in REFUSED.values():
-        refuse(numbers[column], errno.EPERM)
+    for numbers in [*REFUSED.values(), *([] if forks else FORKS.values())]:
+        if numbers[column] is not None:
+            refuse(numbers[column], errno.EPERM)
+    refuse(CLONE3[column], errno.ENOSYS)  # the C library then uses clone
+    add(EQUAL, CLONE[column], if_false=4 if forks else 6)
+    add(LOAD, ARGUMENTS[0])
+    add(ANY_BIT, CLONE_NEW, if_false=1)
+    add(RETURN, ERROR | errno.EPERM)
     if not forks:
-        for numbers in FORKS.values():
-            if numbers[column] is not None:
-                refuse(numbers[column], errno.EPERM)
-        refuse(CLONE3[column], errno.ENOSYS)  # its flags are in memory; the C library then uses clone
-        add(EQUAL, CLONE[column], if_false=4)
-        add(LOAD, FIRST_ARGUMENT)
-        add(ANY_BIT, CLONE_THREAD, if_false=1)
-        add(RETURN, ALLOW)
+        add(ANY_BIT, CLONE_THREAD, if_true=1)
         add(RETURN, ERROR | errno.EPERM)
+    add(RETURN, ALLOW)
+    add(EQUAL, FCNTL[column], if_false=4)
+    add(LOAD, ARGUMENTS[1])
+    refuse(F_SETPIPE_SZ, errno.EPERM)
+    add(RETURN, ALLOW)
+    add(EQUAL, SETSOCKOPT[column], if_false=5 + 2 * len(BUFFERS))
+    add(LOAD, ARGUMENTS[1])
+    add(EQUAL, SOL_SOCKET, if_true=1)
+    add(RETURN, ALLOW)
+    add(LOAD, ARGUMENTS[2])
+    for option in BUFFERS:
+        refuse(option, errno.EPERM)
+    add(RETURN, ALLOW)
     add(EQUAL, SOCKET[column], if_false=2 + 2 * len(FAMILIES))
-    add(LOAD, FIRST_ARGUMENT)
+    add(LOAD, ARGUMENTS[0])
     for family in FAMILIES:
         add(EQUAL, family, if_false=1)
         add(RETURN, ALLOW)

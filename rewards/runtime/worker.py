@@ -3,8 +3,8 @@
 Requests are length-prefixed pickles on fd 0, replies JSON lines on fd 1; reward functions may read and print freely.
 The first request is Scorer's arguments, its reply {"concurrency"}; each further one is a list of samples, pickled one
 by one, and its reply a list with {"score", "extra", "texts"} of each, or {"failure", "text"} if the sample has no
-score; "kind" beside them is the exception's name. Lists of numbers in "extra" travel as `packed` writes them. "texts"
-names the type of each value that became a text or was cut.
+score; "kind" and "where" beside them are the exception's name, and its place and text. Lists of numbers in "extra"
+travel as `packed` writes them. "texts" names the type of each value that became a text or was cut.
 """
 
 import binascii
@@ -37,6 +37,10 @@ MAX_TEXT = 10_000   # characters of a text in a reward dict, and of a traceback
 MAX_NUMBERS = 1_000_000  # in the lists of one reward dict: a list of one number a token is whole
 
 
+def copies(samples: list[Sample]) -> list[Sample]:
+    return pickle.loads(pickle.dumps(samples))
+
+
 class Reward:
     """One reward function. How it wants to be called is read from its signature, once."""
 
@@ -66,6 +70,7 @@ class Reward:
     def score_batch(self, samples: list[Sample]) -> list[dict]:
         """verl's batched form: lists in, list out. A batch that fails is scored one by one, so that
         only the failing sample has no score."""
+        again = copies(samples) if len(samples) > 1 else []  # the function may change what it is given
         sources, texts, truths, extras = map(list, zip(*samples))
         try:
             results = list(wait(self.function(data_sources=sources, solution_strs=texts, ground_truths=truths,
@@ -74,8 +79,8 @@ class Reward:
                 raise ValueError(f"{self.name} returned {len(results)} scores for {len(samples)} samples")
             return [self.reply(result) for result in results]
         except (Exception, SystemExit) as error:
-            if len(samples) > 1:
-                return [self.score_batch([sample])[0] for sample in samples]
+            if again:
+                return [self.score_batch([sample])[0] for sample in again]
             return [failure_of(error)]
 
     async def gather(self, samples: list[Sample], timeout_s: float | None) -> list[dict]:
@@ -118,7 +123,9 @@ class Scorer:
     def __call__(self, samples: list[Sample]) -> list[dict]:
         if not self.rewards:
             return [self.score_by_source(sample) for sample in samples]
-        columns = [reward(samples, self.timeout_s) for reward in self.rewards]
+        # each function gets its own, because it may change them
+        given = [samples, *(copies(samples) for _ in self.rewards[1:])]
+        columns = [reward(mine, self.timeout_s) for reward, mine in zip(self.rewards, given)]
         return [self.combine(replies) for replies in zip(*columns)]
 
     def score_by_source(self, sample: Sample) -> dict:
@@ -256,11 +263,15 @@ def unpacked(reply: dict) -> dict:
 
 
 def failure_of(error: BaseException) -> dict:
-    """The exception's name and its traceback, whose middle is left out if it is long."""
+    """The exception's name, place and traceback, whose middle is left out if it is long."""
     text = "".join(traceback.format_exception(error))
     if len(text) > MAX_TEXT:
         text = f"{text[:MAX_TEXT // 2]}\n... {len(text) - MAX_TEXT} characters left out ...\n{text[-MAX_TEXT // 2:]}"
-    return {"failure": "exception", "kind": type(error).__name__, "text": text}
+    name = type(error).__name__
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    own = [frame for frame in frames if not frame.filename.startswith((sys.prefix, sys.base_prefix))] or frames
+    place = f"{own[-1].filename}, line {own[-1].lineno}: " if own else ""
+    return {"failure": "exception", "kind": name, "text": text, "where": f"{place}{name}: {str(error)[:500]}"}
 
 
 def ignore_stops() -> None:

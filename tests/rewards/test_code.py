@@ -233,8 +233,9 @@ def test_names_of_python_decide_no_assertion():
     """`isclose`, `all`, `len` and `set` of the program are not taken, but a function that has to be called `sum` is."""
     program = "def isclose(*a): return True\nall = any = isclose\ndef set(x): return 0\ndef f(x): return [x]\n" \
               "def sum(a, b): return 7 if b else 8\n"
-    cases = ["assert isclose(1, 2)", "assert all([False])", "assert set(f(1)) == set([2, 3])", "assert any(f(0))",
-             "assert sum(1, 2) == 7", "def check(candidate):\n    assert candidate(1, 0) == 8\ncheck(sum)"]
+    cases = ["assert isclose(f(1), 2)", "assert all([f(1) == 2])", "assert set(f(1)) == set([2, 3])",
+             "assert any(f(0))", "assert sum(1, 2) == 7",
+             "def check(candidate):\n    assert candidate(1, 0) == 8\ncheck(sum)"]
     result = code.compute_score("mbpp", program, {"assert_case": cases}, timeout_s=20, total_s=60)
     assert result["score"] == 2 / 6
 
@@ -298,7 +299,7 @@ def test_assertions_get_none_of_the_further_names():
     """`add` is the program's also where that decides the verdict, what it imported is its own, `mean` is nobody's."""
     program = "from operator import mul\nfrom math import gcd\ndef add(a, b): return a * b\ndef f(x): return [x]\n"
     right = ["wanted = 6\nassert add(2, 3) == wanted", "assert mul(2, 3) == 6", "assert gcd(2, 4) == 2"]
-    wrong = ["assert mean(f(3)) == 3", "assert choice(f(3)) == 3", "assert statistics.mean([3]) == 3", "assert time"]
+    wrong = ["assert mean(f(3)) == 3", "assert choice(f(3)) == 3", "assert time"]
     for case in right + wrong:
         result = code.compute_score("mbpp", program, {"functional": case}, timeout_s=20)
         assert result["acc"] == (case in right), case

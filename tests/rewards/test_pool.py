@@ -235,6 +235,38 @@ def test_pool_in_process_counts_errors_too():
             pool.submit(0, "any", "interrupt", "1")
 
 
+CHANGING = """
+def change(ground_truth, extra_info):
+    extra_info["l"].append(len(ground_truth))
+    extra_info.setdefault("new", []).append(1)
+    ground_truth.append({})
+    return len(extra_info["l"]) * 100 + len(ground_truth) * 10 + len(extra_info["new"])
+def f(data_source, solution_str, ground_truth, extra_info): return change(ground_truth, extra_info)
+async def g(data_source, solution_str, ground_truth, extra_info): return change(ground_truth, extra_info)
+def many(data_sources, solution_strs, ground_truths, extra_infos):
+    scores = list(map(change, ground_truths, extra_infos))
+    if "bad" in solution_strs:
+        raise ValueError("bad")
+    return scores
+"""
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_function_that_changes_what_it_gets_changes_it_for_no_other_call(tmp_path, num_workers):
+    """Four samples have one prompt, so the same ground truth and extra_info; and functions follow one another, or a
+    second call follows a batch that failed. Each sees a list of 1 and a truth of 1: 2 and 2 after its change."""
+    (tmp_path / "mine.py").write_text(CHANGING)
+    truth, info = [1], {"l": [1]}
+    for names, wanted in (["f"], 221), (["g"], 221), (["many"], 221), (["f", "g", "many"], 663):
+        specs = [f"{tmp_path}/mine.py:{name}" for name in names]
+        with RewardPool(specs, num_workers=num_workers, on_error="zero") as pool:
+            for i, text in enumerate(["a", "b", "bad" if names == ["many"] else "c", "d"]):
+                pool.submit(i, "", text, truth, info)
+            scores = pool.results().scores
+        assert scores == [wanted, wanted, 0.0 if names == ["many"] else wanted, wanted], names
+    assert (truth, info) == ([1], {"l": [1]})
+
+
 def test_pool_combines_weighted_functions():
     functions = (f"{MISBEHAVE}:score", f"{MISBEHAVE}:later")
     with RewardPool(functions, weights=(1.0, 0.5), num_workers=1) as pool:

@@ -1,5 +1,7 @@
 """Ways around the sandbox's limits: system calls, inodes, keyrings; and failures of the machine."""
 
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -16,12 +18,14 @@ pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="the jail is Li
               pytest.mark.usefixtures("nothing_is_left")]
 
 
-AROUND = """
+CALLS = """
 libc = ctypes.CDLL(None, use_errno=True)
 def refused(name, *numbers):
     result = libc.syscall(*numbers)
     print(name, result, ctypes.get_errno() if result < 0 else "")
 number = {"x86_64": 0, "aarch64": 1}[os.uname().machine]
+"""
+MEMORY_AND_PROCESSES = """
 refused("io_uring", 425, 4, ctypes.create_string_buffer(200))
 refused("shmget", (29, 194)[number], 0, 1 << 20, 0o1600)
 refused("msgget", (68, 186)[number], 0, 0o1600)
@@ -30,17 +34,105 @@ refused("mq_open", (240, 180)[number], b"queue", 0o102, 0o600, None)
 refused("clone", (56, 220)[number], 17, 0, 0, 0, 0)
 refused("clone3", 435, ctypes.create_string_buffer(64), 64)
 """
+NAMESPACES = """
+new_user = 0x10000000
+refused("unshare", (272, 97)[number], new_user)
+refused("setns", (308, 268)[number], 0, 0)
+refused("clone", (56, 220)[number], new_user | 17, 0, 0, 0, 0)
+refused("clone3", 435, ctypes.create_string_buffer(64), 64)
+"""
+KERNEL_MEMORY = """
+import fcntl
+def fill(write, held=0):
+    try:
+        while True:
+            held += write(b"x" * 4096)
+    except BlockingIOError:
+        return held
+pairs, pipes = [socket.socketpair() for _ in range(3)], [os.pipe() for _ in range(3)]
+for a, b in pairs:
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        try:
+            a.setsockopt(socket.SOL_SOCKET, option, 1 << 26)
+        except PermissionError:
+            pass
+    a.setblocking(False)
+for _, end in pipes:
+    try:
+        fcntl.fcntl(end, 1031, 1 << 20)
+    except PermissionError:
+        pass
+    os.set_blocking(end, False)
+timers = ctypes.c_void_p()
+print(max(fill(a.send) for a, b in pairs), max(fill(lambda data: os.write(end, data)) for _, end in pipes),
+      sum(libc.timer_create(1, None, ctypes.byref(timers)) == 0 for _ in range(99)))
+"""
 
 
 @needs_isolation
 def test_the_filter_of_system_calls():
     """What would hold memory outside of the address space, or reach beyond the jail, is refused; threads are not."""
-    lines = output(tries("os.memfd_create('x')", "os.fork()", "os.posix_spawn(sys.executable, ['python'], {})",
-                         "socket.socket(40, 1)", "socket.socket(17, 3)", "socket.socket()", "socket.socketpair()",
-                         "import threading; t = threading.Thread(target=print); t.start(); t.join()") + AROUND)
+    program = tries("os.memfd_create('x')", "os.fork()", "os.posix_spawn(sys.executable, ['python'], {})",
+                    "socket.socket(40, 1)", "socket.socket(17, 3)", "socket.socket()", "socket.socketpair()",
+                    "import threading; t = threading.Thread(target=print); t.start(); t.join()")
+    lines = output(program + CALLS + MEMORY_AND_PROCESSES)
     assert lines[:9] == [*["PermissionError"] * 3, "OSError", "OSError", "done", "done", "", "done"]
     names = ["io_uring", "shmget", "msgget", "semget", "mq_open", "clone"]
     assert lines[9:] == [*(f"{name} -1 1" for name in names), "clone3 -1 38"]
+
+
+@needs_isolation
+@pytest.mark.parametrize("forks", [False, True])
+def test_no_namespace_can_be_made(forks):
+    """By the filter, too, because containers mount /proc/sys read-only: the judge of assertions may start processes."""
+    lines = output(tries() + CALLS + NAMESPACES, forks=forks)
+    assert lines == ["unshare -1 1", "setns -1 1", "clone -1 1", "clone3 -1 38"]
+
+
+@needs_isolation
+def test_memory_of_the_kernel_is_bounded():
+    """Buffers keep the size that the machine gives them: a pipe 64 KB, a socket net.core.wmem_default, and what one
+    message takes. Descriptors cannot be held by sending them, and timers count."""
+    sockets, pipes, timers = map(int, output(tries() + CALLS + KERNEL_MEMORY)[0].split())
+    assert 0 < sockets <= int(Path("/proc/sys/net/core/wmem_default").read_text()) + 8192
+    assert (pipes, timers) == (65536, 16)
+    program = tries("a, b = socket.socketpair(); socket.send_fds(a, [b'x'], [0])", "__import__('asyncio').run("
+                    "__import__('asyncio').sleep(0))")
+    assert output(program) == ["PermissionError", "done"]
+
+
+BELOW_TMP = """
+from rewards.runtime import sandbox
+print(sandbox.run("import os, sys, tempfile; print(sys.base_prefix, os.listdir('/tmp'), tempfile.gettempdir())\\n"
+                  "open('x', 'w').write('x')\\nopen(sys.base_prefix + '/x', 'w')", limits=sandbox.Limits(20)))
+"""
+
+
+@needs_isolation
+@pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="needs the system's Python")
+def test_python_may_lie_below_tmp():
+    """As conda's or uv's on a cluster node. It is shown there, read-only, and nothing else of /tmp is."""
+    version = subprocess.run(["/usr/bin/python3", "-c", "import sys; print('python%d.%d' % sys.version_info[:2])"],
+                             capture_output=True, text=True).stdout.strip()
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        for name in ("bin", "lib"):
+            (Path(folder) / "py" / name).mkdir(parents=True)
+        shutil.copy("/usr/bin/python3", f"{folder}/py/bin/python3")
+        (Path(folder) / "py/lib" / version).symlink_to(f"/usr/lib/{version}")
+        done = subprocess.run([f"{folder}/py/bin/python3", "-B", "-c", BELOW_TMP], cwd=ROOT, env={},
+                              capture_output=True, text=True)
+    assert f"{folder}/py ['{Path(folder).name}'] /box" in done.stdout, done
+    assert "Read-only file system" in done.stdout
+
+
+@needs_isolation
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount /proc/sys as containers do")
+def test_proc_sys_may_be_read_only():
+    program = "from rewards.runtime import sandbox; print(sandbox.run('print(3)', limits=sandbox.Limits(20)).stdout)"
+    mounts = "mount --bind /proc/sys /proc/sys && mount -o remount,ro,bind /proc/sys"
+    command = ["unshare", "-m", "sh", "-c", f"{mounts} && exec {sys.executable} -c \"{program}\""]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.strip() == "3", done
 
 
 @needs_isolation
