@@ -174,9 +174,10 @@ class PendingRollout:
         for i in [i for i, failure in enumerate(scores.failures) if failure is None]:
             scores.scores[i] += model.weight * judged[i]
             if not abs(scores.scores[i]) <= MAX_SCORE:
-                text = (f"the reward model gave {judged[i]}, times --reward-model.weight {model.weight:g}; the rule is "
-                        f"a finite number of at most {MAX_SCORE:g} in size, the reward function's score included, and "
-                        f"an episode that does not fail")
+                text = model.unread.get(i) or (
+                    f"the reward model gave {judged[i]}, times --reward-model.weight {model.weight:g}; the rule is "
+                    f"a finite number of at most {MAX_SCORE:g} in size, the reward function's score included, and "
+                    f"an episode that does not fail")
                 if on_error == "stop":
                     raise RuntimeError(f"reward of sample {i} failed and --reward.on-error is stop: {text}")
                 scores.failures[i] = "invalid"
