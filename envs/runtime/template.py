@@ -32,6 +32,11 @@ class Clock:
     day = date.today()
 
     @classmethod
+    def keep(cls, day: str) -> None:
+        """Stand at the beginning of this day, YYYY-MM-DD."""
+        cls.day = date.fromisoformat(day)
+
+    @classmethod
     def strftime(cls, form: str) -> str:
         return datetime.combine(cls.day, datetime.min.time()).strftime(form)
 

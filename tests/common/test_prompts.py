@@ -16,8 +16,11 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
+from common.dataset.conversations import pieces_of
 from common.dataset.store import find_files, load_prompts
 from common.prompts import DataConfig, PromptSampler
+from envs.runtime.conversation import ChatTemplate
+from envs.runtime.template import Clock
 from tests.conftest import MODEL, launch
 
 SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
@@ -438,3 +441,23 @@ def test_a_token_beyond_the_embedding_is_named(tokenizer, tmp_path):
                                          r"has 49152 tokens: .*--data.on-bad-row"):
         load_prompts([path], larger, DataConfig())
     assert len(load_prompts([path], larger, DataConfig(on_bad_row="skip"))) == 1
+
+
+def test_a_template_is_told_the_day_that_the_run_keeps(tokenizer, tmp_path, monkeypatch):
+    """By `strftime_now`, as by transformers, and at midnight; in prompts, answers and episodes."""
+    monkeypatch.setattr(Clock, "day", Clock.day)
+    source = "{{ strftime_now('%d %b %Y %H:%M') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    (tmp_path / "t.jinja").write_text(source)
+    config = DataConfig(chat_template_file=str(tmp_path / "t.jinja"))
+    path, found = write(tmp_path / "a.parquet", [row("x")]), []
+    for day in ("2024-02-29", "2024-03-01", "2024-02-29"):
+        Clock.keep(day)
+        prompts = load_prompts([path], tokenizer, config)
+        found.append((tokenizer.decode(prompts[0].tokens), prompts.loaded.data_hash))
+        template = ChatTemplate(tokenizer, {"chat_template": source}, [2])
+        assert template.render([{"role": "user", "content": "x"}], None) == found[-1][0]
+        pieces = pieces_of([{"role": "user", "content": ""}, {"role": "assistant", "content": "x"}], 1, tokenizer,
+                           {"chat_template": source})
+        assert "".join(text for text, _ in pieces) == found[-1][0]
+    assert [text for text, _ in found] == [f"{day} 2024 00:00x" for day in ("29 Feb", "01 Mar", "29 Feb")]
+    assert found[0] == found[2] and found[0][1] != found[1][1]
