@@ -126,8 +126,8 @@ class PendingRollout:
             if pool is not None:
                 pool.put(i, reply)
             return
-        decode = self.scoring.tokenizer.decode
-        sample.text = reply["text"] if reply else decode(response.tokens, skip_special_tokens=True)
+        stop = self.sampling.stop if self.sampling else ()
+        sample.text = reply["text"] if reply else response.text(self.scoring.tokenizer, stop)
         if pool is not None:
             pool.submit(i, sample.prompt.data_source, sample.text, sample.prompt.ground_truth, sample.prompt.extra_info)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from envs.runtime.template import GUARD, rendered, special_tokens
+from envs.runtime.template import GUARD, rendered, special_tokens, text_of
 
 Message = dict[str, Any]
 
@@ -92,7 +92,7 @@ class ChatTemplate:
         return first + [token for piece in others for token in (*self.show(next(left)), *piece)]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return text_of(self.tokenizer, tokens, self.stops)
 
     def shortened(self, text: str, limit: int) -> str:
         """A tool's text; if it has more than `limit` tokens, without its middle, and it says so. 0: no limit."""
@@ -236,7 +236,7 @@ class Conversation:
 
     def add_reply(self, tokens: Sequence[int], logp: Sequence[float], routing: Any = None,
                   is_trained: bool = True) -> str:
-        """Add the tokens that the model sampled. Returns their text, without special tokens."""
+        """Add the tokens that the model sampled. Returns their text, without end tokens."""
         self.routing = routing
         self.tokens += tokens
         self.logp += logp if is_trained else [0.0] * len(tokens)

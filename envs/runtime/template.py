@@ -10,7 +10,7 @@ import copy
 import itertools
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import date, datetime
 from functools import cached_property, lru_cache
 from typing import Any
@@ -122,6 +122,14 @@ def encode_plain(text: str, tokenizer: Any) -> list[int]:
     while num_kept and added[num_kept - 1]:
         num_kept -= 1
     return tokens[:num_kept]
+
+
+def text_of(tokenizer: Any, tokens: Sequence[int], ends: Collection[int] = ()) -> str:
+    """The text of tokens that a model wrote, with the special tokens that are a part of what it says (<think>, the name
+    of a channel), and without those that begin, end or fill a sequence: the tokenizer's own, and `ends`."""
+    left_out = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, *ends}
+    left_out &= {*special_tokens(tokenizer).tokens.values()}
+    return tokenizer.decode([token for token in tokens if token not in left_out])
 
 
 def whole_rows(tokenizer: Any, conversations: Sequence[list[dict[str, Any]]],
