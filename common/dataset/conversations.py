@@ -1,6 +1,7 @@
 """Conversations to tokens, with a mask that is True on the assistant's text: the rows of sft.py and dpo.py. The scripts
 define a row's conversations and which text is trained on; this module encodes, stores and packs them."""
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -22,6 +23,7 @@ from common.packing import Sequences, plan_step
 from common.parallel.ranks import World, check_at_least
 from common.prompts import TemplateConfig
 from common.rollout import Minibatch
+from envs.runtime.lengths import lengths_of
 from envs.runtime.template import check_tokens, encode_plain, end_of, special_tokens
 
 Piece = tuple[str, bool]
@@ -104,7 +106,7 @@ def load_conversations(files: Sequence[str], tokenizer, stops: list[int], config
         # in plain texts the end token of an answer is not the row's own
         texts = [text.removesuffix(tokenizer.eos_token or "") if own else text for text, own in chain(*parsed)]
         loaded.note_special("\n".join(texts), tokenizer, is_plain=template is None)
-        encoded = [encode(pieces, tokenizer, template, stops) for pieces in parsed]
+        encoded = [encode(pieces, tokenizer, template, stops, config.max_length) for pieces in parsed]
         if parser.padding is not None:
             encoded = [without_padding(*one, parser.padding) for one in encoded]
         check_tokens([*chain(*(tokens for tokens, _ in encoded))], tokenizer, embedded)
@@ -127,12 +129,26 @@ def without_padding(tokens: list[int], mask: list[bool], padding: int) -> tuple[
     return [*tokens[:end], tokens[-1]], [*mask[:end], mask[-1]]
 
 
-def encode(pieces: list[Piece], tokenizer, template: dict[str, Any] | None, stops: list[int],
-           ) -> tuple[list[int], list[bool]]:
-    """Encodes each piece separately, by `encode_after`. The mask includes an answer's end token, not the template's
-    text after it."""
-    tokens, mask = [], []
+def beginning(pieces: list[Piece], limit: int, tokenizer, end: int) -> list[Piece]:
+    """The pieces, or their beginning with more than `limit` tokens. An answer that is cut has the token `end`, too."""
+    lengths, kept = lengths_of(tokenizer), []
     for text, is_answer in pieces:
+        first = lengths.part(text, limit)
+        if is_answer and first != text:
+            first += tokenizer.decode([end])
+        kept.append((first, is_answer))
+        limit -= lengths.least_tokens(text)
+        if limit < 0:
+            break
+    return kept
+
+
+def encode(pieces: list[Piece], tokenizer, template: dict[str, Any] | None, stops: list[int],
+           limit: int = sys.maxsize) -> tuple[list[int], list[bool]]:
+    """Encodes each piece separately, by `encode_after`. The mask includes an answer's end token, not the template's
+    text after it. Of more than `limit` tokens, some at the end may be left out."""
+    tokens, mask = [], []
+    for text, is_answer in beginning(pieces, limit, tokenizer, stops[0]):
         if tokens:
             new = encode_after(tokens, text, tokenizer)
         else:

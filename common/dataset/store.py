@@ -30,6 +30,7 @@ from common.parallel.exchange import deliver
 from common.parallel.ranks import check_at_least, together
 from common.prompts import DataConfig, TemplateConfig
 from envs.pictures import blank, flatten_contents
+from envs.runtime.lengths import lengths_of
 from envs.runtime.template import check_tokens, rendered, special_tokens
 from rewards import json_object
 from rewards.runtime.cleaner import own_folder
@@ -157,32 +158,42 @@ def load_prompts(files: Sequence[str], tokenizer, config: DataConfig, all_column
     keep columns without a meaning here, too, in `Prompt.row`."""
     template = template_arguments(tokenizer, config)
     embedded = embedding_size(tokenizer.name_or_path)
+    limit, lengths = config.max_prompt_length, lengths_of(tokenizer)
+
+    def leave_out(num_tokens: int | str, loaded: Loaded) -> list[dict[str, Any]]:
+        if config.on_long_prompt == "error":
+            raise ValueError(f"the prompt has {num_tokens} tokens, more than --data.max-prompt-length "
+                             f"{limit}; raise it or set --data.on-long-prompt")
+        loaded.num_filtered += 1
+        return []
 
     def encode_row(row: dict[str, Any], loaded: Loaded) -> list[dict[str, Any]]:
         prompt = parse_row(row, config)
         text, images = render(prompt.messages, tokenizer, template), row.pop("images")
         loaded.note_special(text, tokenizer, is_plain=template is None)
+        # without some of its tokens, an image is none
+        is_cut = config.on_long_prompt == "truncate-left" and not images
+        least = lengths.least_tokens(text)
+        if least > limit:
+            if not is_cut:
+                return leave_out(f"at least {least}", loaded)
+            text = lengths.part(text, 2 * limit, at_end=True)
         encoded = encode_prompt(text, images, tokenizer, is_plain=template is None)
         tokens = encoded["tokens"]
         if not tokens:
             raise ValueError("the chat template renders nothing; --data.chat-template-file FILE names another")
         check_tokens(tokens, tokenizer, embedded)
-        if len(tokens) > config.max_prompt_length:
-            if config.on_long_prompt == "error":
-                raise ValueError(f"the prompt has {len(tokens)} tokens, more than --data.max-prompt-length "
-                                 f"{config.max_prompt_length}; raise it or set --data.on-long-prompt")
-            if config.on_long_prompt == "filter" or images:     # without some of its tokens, an image is none
-                loaded.num_filtered += 1
-                return []
-            encoded["tokens"] = tokens[-config.max_prompt_length :]
+        if len(tokens) > limit:
+            if not is_cut:
+                return leave_out(len(tokens), loaded)
+            encoded["tokens"] = tokens[-limit:]
             loaded.num_truncated += 1
         loaded.data_sources.add(prompt.data_source)
         return [encoded | {"row": json.dumps(row, default=str)}]
 
     named = "prompt", "data_source", "reward_model", "ground_truth", "extra_info"
     columns = {name: vars(config)[f"{name}_column"] for name in named}
-    limit = "--data.max-prompt-length", config.max_prompt_length
-    form = RowFormat(config, limit, SCHEMA, columns, encode_row, all_columns)
+    form = RowFormat(config, ("--data.max-prompt-length", limit), SCHEMA, columns, encode_row, all_columns)
     return PromptSet(*load_rows(files, form), config, tokenizer, all_columns)
 
 

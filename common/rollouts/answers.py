@@ -55,7 +55,8 @@ def answer_of(run: Any, number: int, row: int, key: str) -> Sample:
     template = template_arguments(run.tokenizer, run.args.data)
     messages = [*prompt.messages, {"role": "assistant", "content": text}]
     pieces = pieces_of(messages, len(prompt.messages), run.tokenizer, template)
-    tokens, mask = encode(pieces, run.tokenizer, template, run.engine.stop_token_ids)
+    limit = run.args.data.max_prompt_length + run.args.rollout.max_response_length
+    tokens, mask = encode(pieces, run.tokenizer, template, run.engine.stop_token_ids, limit)
     tokens = [token for token, is_answer in zip(tokens, mask) if is_answer]
     kept = tokens[: run.args.rollout.max_response_length]
     response = Response(kept, [0.0] * len(kept), "stop" if len(kept) == len(tokens) else "length")

@@ -12,14 +12,16 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from common.dataset.conversations import pieces_of
+import sft
+from common.dataset.conversations import ConversationConfig, RowParser, load_conversations, pieces_of
 from common.dataset.store import find_files, load_prompts
 from common.prompts import DataConfig, PromptSampler
 from envs.runtime.conversation import ChatTemplate
+from envs.runtime.lengths import Lengths, letters_of
 from envs.runtime.template import Clock
 from tests.conftest import MODEL, launch
 
@@ -161,7 +163,7 @@ def test_skipped_rows_are_counted_and_listed(tokenizer, tmp_path):
 
 class Counting:
     """A stand-in where the tokens do not matter: one for a prompt of up to 90 characters, two for a longer one."""
-    chat_template, arrow_bytes, added_tokens_decoder = "x", 0, {}
+    chat_template, arrow_bytes, added_tokens_decoder, is_fast = "x", 0, {}, False
     name_or_path = str(Path(__file__).parent)                           # without a config.json
 
     def __len__(self):
@@ -461,3 +463,72 @@ def test_a_template_is_told_the_day_that_the_run_keeps(tokenizer, tmp_path, monk
         assert "".join(text for text, _ in pieces) == found[-1][0]
     assert [text for text, _ in found] == [f"{day} 2024 00:00x" for day in ("29 Feb", "01 Mar", "29 Feb")]
     assert found[0] == found[2] and found[0][1] != found[1][1]
+
+
+STEPS = {  # how a tokenizer treats a text before its merges, and whether each character is in some token
+    "bytes": (None, pre_tokenizers.ByteLevel(add_prefix_space=False), True),
+    "composed": (normalizers.NFC(), pre_tokenizers.ByteLevel(add_prefix_space=False), True),
+    "split": (None, pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "isolated"), pre_tokenizers.ByteLevel()]), True),
+    "stripped": (normalizers.Strip(), pre_tokenizers.ByteLevel(), False),
+    "words": (None, pre_tokenizers.Sequence([pre_tokenizers.Whitespace(), pre_tokenizers.ByteLevel()]), False),
+    "removed": (None, pre_tokenizers.Split(" ", "removed"), False),
+    "lacking": (None, pre_tokenizers.ByteLevel(add_prefix_space=False), True),
+    "shortened": (normalizers.Replace("aa", "a"), pre_tokenizers.ByteLevel(), False),
+    "expression": (normalizers.Replace(Regex(" +"), "_"), pre_tokenizers.ByteLevel(), False),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("strips", [False, True])
+def test_the_least_number_of_tokens_is_never_too_large(name, strips):
+    """Whatever the text; and it says something where a tokenizer keeps all characters."""
+    normalizer, pre_tokenizer, is_known = STEPS[name]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    if name == "lacking":  # as SmolLM2's
+        alphabet = [letter for letter in alphabet if letter not in map(letters_of, "\nx\x04")]
+    words = ["aa", "aaaa", "aaaaaaaa", "ĠĠ", "ĠĠĠĠ", "eÌ", "eÌģ"]
+    merges = [("a", "a"), ("aa", "aa"), ("aaaa", "aaaa"), ("Ġ", "Ġ"), ("ĠĠ", "ĠĠ"), ("e", "Ì"), ("eÌ", "ģ")]
+    made = Tokenizer(models.BPE({piece: i for i, piece in enumerate([*alphabet, *words])}, merges))
+    made.normalizer, made.pre_tokenizer = normalizer, pre_tokenizer
+    made.add_special_tokens([AddedToken("<end>", special=True, rstrip=strips)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>")
+    lengths, rng = Lengths(tokenizer), random.Random(0)
+    pieces = ["a" * 64, " " * 50, "\u1f82\u0301", "e\u0301", "\u0061\u030a\u0323", "<end>" + " " * 100, "\n" * 30,
+              "x" * 20, "🍎", "\x04" * 90]
+    assert (lengths.longest < 100) == is_known
+    for _ in range(50):
+        text = "".join(rng.choices(pieces, k=20))
+        assert lengths.least_tokens(text) <= len(tokenizer(text)["input_ids"])
+        for limit, at_end in ((1, False), (3, True), (9, False)):
+            part = lengths.part(text, limit, at_end)
+            assert text.endswith(part) if at_end else text.startswith(part)
+            assert part == text or len(tokenizer(part)["input_ids"]) > limit
+    assert lengths.least_tokens("a" * 10_000) > 100 * is_known - 1
+
+
+def test_a_prompt_far_above_the_limit_needs_no_tokenizer(tokenizer, tmp_path, monkeypatch):
+    """Which would need gigabytes for it. It is filtered, an error, or cut to the tokens that it ends with."""
+    encoded, call = [], type(tokenizer).__call__
+    monkeypatch.setattr(type(tokenizer), "__call__",
+                        lambda self, text, **options: encoded.append(len(text)) or call(self, text, **options))
+    text = "abc, def. " * 200_000
+    path = write(tmp_path / "a.parquet", [row("short"), row(text), row(f"{END} {text}")])
+    prompts = load_prompts([path], tokenizer, DataConfig())
+    assert len(prompts) == 1 and prompts.loaded.num_filtered == 2 and max(encoded) < 1000
+    with pytest.raises(ValueError, match=r"row 1 .*the prompt has at least \d{5} tokens, more than --data.max"):
+        load_prompts([path], tokenizer, DataConfig(on_long_prompt="error"))
+    prompts = load_prompts([path], tokenizer, DataConfig(on_long_prompt="truncate-left", max_prompt_length=40))
+    assert max(encoded) < 200_000 and prompts.loaded.num_truncated == 2
+    end = f"{'abc, def. ' * 50}{END}\n{START}assistant\n"
+    assert [prompt.tokens for prompt in prompts[1:]] == [call(tokenizer, end)["input_ids"][-40:]] * 2
+    rows = [{"prompt": "q", "response": "yes"}, {"prompt": "q", "response": text}, {"prompt": text, "response": "yes"}]
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    parser = RowParser({name: name for name in ("prompt", "response")}, sft.parse)
+    for how, num_left in {"filter": 1, "truncate": 2}.items():
+        config = ConversationConfig(max_length=64, on_long_row=how)
+        data = load_conversations([str(tmp_path / "b.jsonl")], tokenizer, [2], config, parser)
+        assert len(data) == num_left and data.lengths[-1] == (64 if num_left == 2 else len(data.tokens[0]))
+        assert max(encoded) < 200_000
+    whole = call(tokenizer, tokenizer.apply_chat_template(
+        [{"role": "user", "content": "q"}, {"role": "assistant", "content": text[:500]}], tokenize=False))["input_ids"]
+    assert data.tokens[1].as_py() == whole[:64]
