@@ -101,8 +101,8 @@ def family_of(model: str) -> str | None:
 
 @cache
 def embedding_size(model: str) -> int | None:
-    """The number of tokens that a model embeds; None: its folder has no config that transformers reads by itself."""
-    if cached_file(model, CONFIG_NAME, _raise_exceptions_for_missing_entries=False) is None:
+    """The number of tokens that a model embeds; None: there is no config, or none that transformers reads by itself."""
+    if not model or cached_file(model, CONFIG_NAME, _raise_exceptions_for_missing_entries=False) is None:
         return None
     try:
         return AutoConfig.from_pretrained(model).get_text_config().vocab_size

@@ -12,7 +12,7 @@ from common.model.loading import SCORED, Weights, load_critic, read_config, read
 from common.model.policy import ModelConfig
 from common.packing import Sequences, plan_step
 from common.parallel.ranks import World, all_max
-from envs.runtime.template import whole_rows
+from envs.runtime.template import check_reader, whole_rows
 
 MAX_TOKENS = 16384
 """Token budget of one forward on one rank."""
@@ -35,8 +35,7 @@ class RewardModelConfig:
 def check_reward_model(config: RewardModelConfig, model_config: ModelConfig) -> PretrainedConfig:
     """The config of the model at `config.path`. Raises ValueError for a model that cannot score."""
     hf_config = read_config(config.path, model_config, "--reward-model.path", SCORED)
-    if not read_tokenizer(config.path, model_config).chat_template:
-        raise ValueError(f"the tokenizer of {config.path} (--reward-model.path) has no chat template")
+    check_reader(read_tokenizer(config.path, model_config), hf_config, "--reward-model.path")
     return hf_config
 
 

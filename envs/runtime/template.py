@@ -150,6 +150,17 @@ def whole_rows(tokenizer: Any, conversations: Sequence[list[dict[str, Any]]],
     return rows, unread
 
 
+def check_reader(tokenizer: Any, config: Any, flag: str) -> None:
+    """Raises ValueError for a sequence classifier, given by `flag`, that cannot read a conversation."""
+    where = f"{tokenizer.name_or_path} ({flag})"
+    if not tokenizer.chat_template:
+        raise ValueError(f"the tokenizer of {where} has no chat template")
+    example = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    _, unread = whole_rows(tokenizer, [example], config)
+    if unread:
+        raise ValueError(f"{where} cannot read a question and an answer: {unread[0]}")
+
+
 def end_of(tokens: Sequence[int], padding: int | None) -> int:
     """The number of tokens up to the last that is not `padding`; at least 1."""
     end = len(tokens)

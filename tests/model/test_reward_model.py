@@ -68,6 +68,13 @@ def test_what_is_no_reward_model_is_refused(tiny_llama, folder, tmp_path):
     tokenizer.save_pretrained(tmp_path / "bare")
     with pytest.raises(ValueError, match=r"the tokenizer of .*bare \(--reward-model.path\) has no chat template"):
         check_reward_model(RewardModelConfig(path=str(tmp_path / "bare")), FLOAT32)
+    for source, rule in (("{{ 1 // 0 }}", "the chat template fails on it"), ("{{ messages[0].content }}<extra>",
+                                                                             "the token '<extra>', number ")):
+        tokenizer.chat_template = source
+        tokenizer.add_tokens(["<extra>"])
+        tokenizer.save_pretrained(tmp_path / "bare")
+        with pytest.raises(ValueError, match=rf"bare \(--reward-model.path\) cannot read a question .*{rule}"):
+            check_reward_model(RewardModelConfig(path=str(tmp_path / "bare")), FLOAT32)
     with pytest.raises(ValueError, match=r"must be a \*ForSequenceClassification: choose another --reward-model.path"):
         check_reward_model(RewardModelConfig(path=tiny_llama), FLOAT32)
     with pytest.raises(ValueError, match=r"--reward-model.alone needs --reward-model.path"):
