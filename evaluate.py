@@ -35,6 +35,7 @@ from common.rollouts.episodes import start_episodes
 from common.rollouts.record import row_of, write_rows
 from common.rollouts.scoring import RolloutRequest, RolloutSource, Scoring, start_rollout
 from common.rollouts.validation import spread_rows
+from envs.runtime.template import Clock
 from rewards.runtime.pool import RewardConfig
 from tools import evaluation, model_source
 
@@ -110,7 +111,7 @@ def main(args: Args) -> None:
     open_run_folder(args.run_dir, world)
     folder = Path(args.run_dir)
     source = on_main(world, partial(model_source.resolve, args.model))
-    on_main(world, partial(evaluation.begin, args, source, world.size))
+    Clock.keep(on_main(world, partial(evaluation.begin, args, source, world.size)))
     model = on_main(world, partial(model_source.write_model, source, folder / "model", args.policy))
     hf_config = read_config(model, args.policy)
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=args.policy.trust_remote_code)

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import jinja2
 import torch
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing import errors
@@ -43,6 +42,7 @@ from common.parallel.ranks import all_max
 from common.rollout import Minibatch, sum_per_response
 from common.rollouts.validation import spread_rows
 from common.training import TrainArgs, Training
+from envs.runtime.template import rendered
 from tools.evaluation import calibration
 
 
@@ -99,10 +99,7 @@ def parse(row: dict[str, Any], tokenizer: Any, template: dict[str, Any] | None) 
     margin = row.get("margin")
     if margin is not None and (not isinstance(margin, int | float) or not math.isfinite(margin)):
         raise ValueError(f"margin is {margin!r:.80}; it must be a finite number (--data.margin-column)")
-    try:
-        texts = [tokenizer.apply_chat_template(messages, tokenize=False, **template) for messages in parse_pair(row)]
-    except jinja2.TemplateError as error:
-        raise ValueError(f"the chat template refuses it: {error}") from None
+    texts = [rendered(tokenizer, messages, **template) for messages in parse_pair(row)]
     if texts[0] == texts[1]:
         raise ValueError("chosen and rejected are the same")
     return [[(text, False), (tokenizer.eos_token, True)] for text in texts]
@@ -154,7 +151,9 @@ def main(args: Args) -> None:
         }
         run.load_data(partial(
             load_conversations, tokenizer=run.tokenizer, stops=stop_tokens(args.model, run.tokenizer),
-            config=args.data, parser=RowParser(columns, parse, per_row=2),
+            config=args.data,
+            # transformers reads the reward at the last token that is not padding
+            parser=RowParser(columns, parse, per_row=2, padding=run.hf_config.get_text_config().pad_token_id),
         ), args.rows_per_step)
         run.max_sequence_length = int(run.train_set.lengths.max())
         max_tokens = run.plan_memory(args.max_tokens_per_gpu)

@@ -8,13 +8,16 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import torch
 from transformers import AutoTokenizer, set_seed
 
+from common.checkpoint.choice import first_day
 from common.checkpoint.export import export, hf_files
 from common.checkpoint.files import write_manifest
 from common.checkpoint.manager import Checkpoints, SaveConfig
@@ -37,6 +40,7 @@ from common.tracking.console import batch_line, step_line, summary, val_line
 from common.tracking.logger import LogConfig, Tracker
 from common.tracking.phase import Phase
 from common.tracking.step import peak_flops, step_metrics
+from envs.runtime.template import Clock
 
 
 @dataclass
@@ -124,6 +128,8 @@ class Training:
         self.closing.callback(self.watchdog.leave)
         if self.world.trains:
             open_run_folder(args.run_dir, self.world)
+        checkpoints = Path(args.run_dir).resolve() / "checkpoints"
+        Clock.keep(ranks.on_main(self.world, partial(first_day, checkpoints, args.save.resume)))
         self.hf_config = read_config(args.model, args.policy)
         self.tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=args.policy.trust_remote_code)
         return self
@@ -333,7 +339,7 @@ class Training:
         self.metrics |= step_metrics(self.meter, self.timer, self.world, lengths, minibatches, used)
         self.metrics |= metrics | {"training/global_step": done, "training/epoch": self.sampler.epoch}
         state: dict[str, Any] = {"step": done, "total_steps": self.total_steps}
-        state |= {"sampler": self.sampler.state_dict(), "script": self.script_state}
+        state |= {"sampler": self.sampler.state_dict(), "script": self.script_state, "day": str(Clock.day)}
         if results is None:
             state["not_validated"] = self.metrics
         else:

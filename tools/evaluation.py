@@ -10,6 +10,7 @@ import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from datetime import date
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,6 +52,7 @@ HOW = (f"intervals: 95%, percentiles of {RESAMPLES:,} bootstrap resamples of the
 # --------------------------------------------------------------------------- the folder
 
 SCORING = "the code that scores (its hash)"
+DAY = "the day that chat templates are told"
 
 
 def scoring_code(args: Any) -> str:
@@ -64,15 +66,18 @@ def scoring_code(args: Any) -> str:
     return hashlib.sha256(repr(found).encode()).hexdigest()[:16]
 
 
-def begin(args: Any, source: str, num_ranks: int) -> None:
+def begin(args: Any, source: str, num_ranks: int) -> str:
     """Take the folder for this evaluation, or continue the one in it. `source`: the model, from
-    `model_source.resolve`. Raises ValueError if the folder has another evaluation, or something else."""
+    `model_source.resolve`. Returns the day that chat templates are told: the one on which this evaluation began, or
+    that with which it is compared. Raises ValueError if the folder has another evaluation, or something else."""
     folder = Path(args.run_dir)
     now = {name: value for name, value in flags_of(args).items() if name not in ("--compare", "--run-dir")}
     now |= {"model": source, "weights": fingerprint(source), "ranks": num_ranks, SCORING: scoring_code(args)}
     before = read_manifest(folder / "begun")
+    compared = read_manifest(Path(args.compare) / "begun") if args.compare else {}
+    now[DAY] = before.get(DAY) or compared.get(DAY) or date.today().isoformat()
     if before:
-        before = {SCORING: now[SCORING]} | before               # an earlier version did not write it down
+        before = {SCORING: now[SCORING], DAY: now[DAY]} | before        # an earlier version did not write them down
     if before and before != now:
         raise ValueError(f"--run-dir {folder} has another evaluation, {'; '.join(differences(before, now))}: choose "
                          f"another folder, or give the flags of before")
@@ -81,6 +86,7 @@ def begin(args: Any, source: str, num_ranks: int) -> None:
     write_manifest(folder / "begun", now)
     flags = json.dumps(redacted(dataclasses.asdict(args)), indent=2, default=str)
     (folder / "config.json").write_text(flags + "\n")
+    return now[DAY]
 
 
 def missing_chunks(args: Any, num_prompts: int, data_hash: str) -> list[int]:

@@ -1,9 +1,10 @@
 """Which checkpoint a run starts from (--save.resume)."""
 
 import os
+from datetime import date
 from pathlib import Path
 
-from common.checkpoint.files import check_files, checkpoints_in, find
+from common.checkpoint.files import check_files, checkpoints_in, find, read_manifest
 from common.parallel.ranks import World, all_names, on_main, together
 
 
@@ -31,6 +32,14 @@ def set_aside(damaged: dict[Path, str]) -> None:
         number = len(list(folder.parent.glob(f"damaged_{folder.name}*")))
         renamed = folder.rename(folder.with_name(f"damaged_{folder.name}{f'_{number + 1}' if number else ''}"))
         print(f"{folder} is damaged: {what}. Renamed to {renamed.name}", flush=True)
+
+
+def first_day(root: Path, how: str) -> str:
+    """The day on which the run began that a start goes on with, as YYYY-MM-DD; today for a new run. `root`, `how`: as
+    of `choose`. Chat templates may write it, and prompts are the same after midnight."""
+    manifests = map(read_manifest, candidates(root, how))
+    days = (manifest["state"].get("day") for manifest in manifests if manifest)
+    return next(filter(None, days), date.today().isoformat())
 
 
 def candidates(root: Path, how: str) -> list[Path]:

@@ -1,8 +1,10 @@
 """Conversations to tokens, with a mask that is True on the assistant's text: the rows of sft.py and dpo.py. The scripts
 define a row's conversations and which text is trained on; this module encodes, stores and packs them."""
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -12,6 +14,7 @@ import torch
 from transformers import PretrainedConfig
 
 from common.batch import Batch
+from common.dataset.images import embedding_size
 from common.dataset.messages import parse_messages
 from common.dataset.store import Loaded, RowFormat, load_rows, render, template_arguments
 from common.model.flops import context_length, sequence_cost
@@ -20,6 +23,8 @@ from common.packing import Sequences, plan_step
 from common.parallel.ranks import World, check_at_least
 from common.prompts import TemplateConfig
 from common.rollout import Minibatch
+from envs.runtime.lengths import lengths_of
+from envs.runtime.template import check_tokens, encode_plain, end_of, special_tokens
 
 Piece = tuple[str, bool]
 """Text, and whether it is an answer that is trained on."""
@@ -85,6 +90,8 @@ class RowParser:
     parse: Callable[[dict[str, Any], Any, dict[str, Any] | None], list[list[Piece]]]
     """A row, the tokenizer and the arguments of the chat template (None: plain) -> the pieces of its conversations."""
     per_row: int = 1  # conversations
+    padding: int | None = None
+    """A token at which no conversation ends, before the last token of its pieces (rm.py)."""
 
 
 def load_conversations(files: Sequence[str], tokenizer, stops: list[int], config: ConversationConfig,
@@ -92,9 +99,17 @@ def load_conversations(files: Sequence[str], tokenizer, stops: list[int], config
     """Read and tokenise `files` (parquet or JSON lines; files, folders, globs). `stops`: ids that end an answer. Raises
     ValueError as `load_prompts` does."""
     template = template_arguments(tokenizer, config)
+    embedded = embedding_size(tokenizer.name_or_path)
 
     def encode_row(row: dict[str, Any], loaded: Loaded) -> list[dict[str, Any]]:
-        encoded = [encode(pieces, tokenizer, template, stops) for pieces in parser.parse(row, tokenizer, template)]
+        parsed = parser.parse(row, tokenizer, template)
+        # in plain texts the end token of an answer is not the row's own
+        texts = [text.removesuffix(tokenizer.eos_token or "") if own else text for text, own in chain(*parsed)]
+        loaded.note_special("\n".join(texts), tokenizer, is_plain=template is None)
+        encoded = [encode(pieces, tokenizer, template, stops, config.max_length) for pieces in parsed]
+        if parser.padding is not None:
+            encoded = [without_padding(*one, parser.padding) for one in encoded]
+        check_tokens([*chain(*(tokens for tokens, _ in encoded))], tokenizer, embedded)
         if any(len(tokens) > config.max_length for tokens, _ in encoded):
             encoded = [(tokens[: config.max_length], mask[: config.max_length]) for tokens, mask in encoded]
             # nothing may be left of an answer, or of what two answers differ in
@@ -108,14 +123,36 @@ def load_conversations(files: Sequence[str], tokenizer, stops: list[int], config
     return ConversationSet(*load_rows(files, form), parser.per_row)
 
 
-def encode(pieces: list[Piece], tokenizer, template: dict[str, Any] | None, stops: list[int],
-           ) -> tuple[list[int], list[bool]]:
-    """Encodes each piece separately, by `encode_after`. The mask includes an answer's end token, not the template's
-    text after it."""
-    tokens, mask = [], []
+def without_padding(tokens: list[int], mask: list[bool], padding: int) -> tuple[list[int], list[bool]]:
+    """The same without padding before the last token."""
+    end = end_of(tokens[:-1], padding)
+    return [*tokens[:end], tokens[-1]], [*mask[:end], mask[-1]]
+
+
+def beginning(pieces: list[Piece], limit: int, tokenizer, end: int) -> list[Piece]:
+    """The pieces, or their beginning with more than `limit` tokens. An answer that is cut has the token `end`, too."""
+    lengths, kept = lengths_of(tokenizer), []
     for text, is_answer in pieces:
-        new = (encode_after(tokens, text, tokenizer) if tokens
-               else tokenizer(text, add_special_tokens=template is None)["input_ids"])
+        first = lengths.part(text, limit)
+        if is_answer and first != text:
+            first += tokenizer.decode([end])
+        kept.append((first, is_answer))
+        limit -= lengths.least_tokens(text)
+        if limit < 0:
+            break
+    return kept
+
+
+def encode(pieces: list[Piece], tokenizer, template: dict[str, Any] | None, stops: list[int],
+           limit: int = sys.maxsize) -> tuple[list[int], list[bool]]:
+    """Encodes each piece separately, by `encode_after`. The mask includes an answer's end token, not the template's
+    text after it. Of more than `limit` tokens, some at the end may be left out."""
+    tokens, mask = [], []
+    for text, is_answer in beginning(pieces, limit, tokenizer, stops[0]):
+        if tokens:
+            new = encode_after(tokens, text, tokenizer)
+        else:
+            new = encode_plain(text, tokenizer) if template is None else special_tokens(tokenizer).encode(text)
         # the first one: there the model would stop, and Phi-3's template adds another one after the conversation
         end = min((n + 1 for n, token in enumerate(new) if token in stops), default=0) if is_answer else 0
         if is_answer and not end:
@@ -130,8 +167,9 @@ def encode_after(tokens: list[int], text: str, tokenizer) -> list[int]:
     """The tokens of a text that follows these tokens. Tokenizers of SentencePiece's kind write a space before a text
     that is encoded alone (Llama 2, Mistral), so the last token's text comes first here, unless it joins with `text`."""
     last = tokenizer.decode(tokens[-1:])
-    first, both = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in (last, last + text))
-    return both[len(first) :] if both[: len(first)] == first else tokenizer(text, add_special_tokens=False)["input_ids"]
+    encode_text = special_tokens(tokenizer).encode
+    first, both = encode_text(last), encode_text(last + text)
+    return both[len(first) :] if both[: len(first)] == first else encode_text(text)
 
 
 def parse_pair(row: dict[str, Any]) -> list[list[dict[str, Any]]]:

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from PIL import Image
 from torch import Tensor
-from transformers import AutoProcessor, PretrainedConfig, ProcessorMixin
+from transformers import AutoConfig, AutoProcessor, PretrainedConfig, ProcessorMixin
 from transformers.processing_utils import MODALITY_TO_AUTOPROCESSOR_MAPPING
-from transformers.utils import is_torchvision_available
+from transformers.utils import CONFIG_NAME, cached_file, is_torchvision_available
 
 from common.model.vision import FAMILIES
 from envs.pictures import blank, check_size, decode, read
+from envs.runtime.template import GUARD, encode_plain, special_tokens
 
 if not is_torchvision_available():  # then no processor of videos can be made, which nothing here needs
     MODALITY_TO_AUTOPROCESSOR_MAPPING._MAPPING_NAMES.pop("video_processor")
@@ -99,6 +100,17 @@ def family_of(model: str) -> str | None:
 
 
 @cache
+def embedding_size(model: str) -> int | None:
+    """The number of tokens that a model embeds; None: there is no config, or none that transformers reads by itself."""
+    if not model or cached_file(model, CONFIG_NAME, _raise_exceptions_for_missing_entries=False) is None:
+        return None
+    try:
+        return AutoConfig.from_pretrained(model).get_text_config().vocab_size
+    except ValueError:  # its code comes with it
+        return None
+
+
+@cache
 def load_processor(model: str) -> tuple[ProcessorMixin, str]:
     """The processor and the text of an image. Raises ValueError for a model that reads no images."""
     family = family_of(model)
@@ -107,17 +119,24 @@ def load_processor(model: str) -> tuple[ProcessorMixin, str]:
     return AutoProcessor.from_pretrained(model), FAMILIES[family]
 
 
-def encode_prompt(text: str, files: list[Any], tokenizer: Any, add_special_tokens: bool) -> dict[str, list]:
-    """`tokens` of a prompt as the model sees them; with images also `images` as bytes. `files`: {bytes, path} or paths.
-    Raises ValueError for unreadable images, or if the text has another number of `<image>`."""
-    if not files and not ("<image>" in text and family_of(tokenizer.name_or_path) in FAMILIES):
-        return {"tokens": tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]}
-    processor, marker = load_processor(tokenizer.name_or_path)
-    if text.count("<image>") != len(files):
-        raise ValueError(f"the prompt has {text.count('<image>')} <image> and images has {len(files)}")
-    if processor.image_token in text:
-        raise ValueError(f"the prompt has {processor.image_token}, the model's own token of an image: write <image>")
-    tokens = tokenizer(text.replace("<image>", marker), add_special_tokens=add_special_tokens)["input_ids"]
+def encode_prompt(text: str, files: list[Any], tokenizer: Any, is_plain: bool) -> dict[str, list]:
+    """`tokens` of a prompt as the model sees them; with images also `images` as bytes. `text`: as the chat template
+    rendered it, or plain; `files`: {bytes, path} or paths. Raises ValueError for unreadable images, or if the text has
+    another number of `<image>`."""
+    special = special_tokens(tokenizer)
+    place = "<image>" if is_plain else special.guarded("<image>")       # which is a special token of some tokenizers
+    has_images = bool(files) or (place in text and family_of(tokenizer.name_or_path) in FAMILIES)
+    if has_images:
+        processor, marker = load_processor(tokenizer.name_or_path)
+        if text.count(place) != len(files):
+            raise ValueError(f"the prompt has {text.count(place)} <image> and images has {len(files)}")
+        if processor.image_token in text.replace(GUARD, ""):
+            raise ValueError(f"the prompt has {processor.image_token}, the model's own token of an image: write "
+                             f"<image>")
+        text = text.replace(place, marker)
+    tokens = encode_plain(text, tokenizer) if is_plain else special.encode(text)
+    if not has_images:
+        return {"tokens": tokens}
     try:
         files = [read(file) for file in files]
         tokens = expand(tokens, files, tokenizer.name_or_path)

@@ -17,20 +17,21 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch.distributed as dist
 from torch import Tensor
 
-from common.dataset.images import Images, encode_prompt, family_of, inputs_of
+from common.dataset.images import Images, embedding_size, encode_prompt, family_of, inputs_of
 from common.dataset.messages import parse_row
 from common.model.vision import FAMILIES
 from common.parallel.exchange import deliver
 from common.parallel.ranks import check_at_least, together
 from common.prompts import DataConfig, TemplateConfig
 from envs.pictures import blank, flatten_contents
+from envs.runtime.lengths import lengths_of
+from envs.runtime.template import check_tokens, rendered, special_tokens
 from rewards import json_object
 from rewards.runtime.cleaner import own_folder
 
@@ -51,13 +52,26 @@ class Loaded:
     num_truncated: int = 0  # longer and cut
     bad_rows: list[dict[str, Any]] = field(default_factory=list)  # left out: {file, row, rule}
     data_sources: set[str] = field(default_factory=set)  # of the prompts that are left
+    num_special: int = 0  # with a text that spells special tokens
+    special: set[str] = field(default_factory=set)  # these tokens
+    about_special: str = ""  # what the summary says of them
     lengths: str = ""  # of these prompts, in tokens
     data_hash: str = ""  # of all that is in these prompts, in their order
 
     def summary(self) -> str:
         num_left = self.num_rows - self.num_filtered - len(self.bad_rows)
         return (f"{num_left} prompts from {len(self.files)} file(s), {self.lengths} tokens; of {self.num_rows} rows "
-                f"{self.num_filtered} filtered (too long), {self.num_truncated} truncated, {len(self.bad_rows)} bad")
+                f"{self.num_filtered} filtered (too long), {self.num_truncated} truncated, {len(self.bad_rows)} bad"
+                f"{self.about_special}")
+
+    def note_special(self, text: str, tokenizer: Any, is_plain: bool) -> None:
+        """Count a row whose text spells special tokens. In the text of a chat template they are guarded."""
+        special = special_tokens(tokenizer)
+        if found := set(special.pattern.findall(text)) if is_plain else special.spelled(text):
+            self.num_special += 1
+            self.special |= found
+            how = "which are read as such" if is_plain else "which are text there"
+            self.about_special = f"; {self.num_special} spell special tokens ({' '.join(sorted(self.special))}), {how}"
 
     def write_skipped(self, path: str | Path) -> None:
         """Rank 0 writes one JSON line {file, row, rule} for every bad row left out; no file if there is none."""
@@ -131,13 +145,11 @@ def template_arguments(tokenizer, config: TemplateConfig) -> dict[str, Any] | No
 
 def render(messages: list[dict[str, str]], tokenizer, template: dict[str, Any] | None, is_prompt: bool = True) -> str:
     """The text of messages, through the chat template with the arguments `template`, or without one if that is None. A
-    prompt ends with the text that begins an answer. Raises ValueError for messages that the chat template refuses."""
+    prompt ends with the text that begins an answer. Raises ValueError for messages that the chat template refuses or
+    fails on. Its special tokens are the template's own: see envs/runtime/template.py."""
     if template is None:
         return "\n\n".join(message["content"] for message in messages)
-    try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=is_prompt, **template)
-    except (jinja2.TemplateError, RecursionError) as error:
-        raise ValueError(f"the chat template refuses it: {error}") from None
+    return rendered(tokenizer, messages, add_generation_prompt=is_prompt, **template)
 
 
 def load_prompts(files: Sequence[str], tokenizer, config: DataConfig, all_columns: bool = False) -> PromptSet:
@@ -145,30 +157,43 @@ def load_prompts(files: Sequence[str], tokenizer, config: DataConfig, all_column
     rule and flag, for files that cannot be read, for bad rows (unless skipped), and if no row is left. `all_columns`:
     keep columns without a meaning here, too, in `Prompt.row`."""
     template = template_arguments(tokenizer, config)
+    embedded = embedding_size(tokenizer.name_or_path)
+    limit, lengths = config.max_prompt_length, lengths_of(tokenizer)
+
+    def leave_out(num_tokens: int | str, loaded: Loaded) -> list[dict[str, Any]]:
+        if config.on_long_prompt == "error":
+            raise ValueError(f"the prompt has {num_tokens} tokens, more than --data.max-prompt-length "
+                             f"{limit}; raise it or set --data.on-long-prompt")
+        loaded.num_filtered += 1
+        return []
 
     def encode_row(row: dict[str, Any], loaded: Loaded) -> list[dict[str, Any]]:
         prompt = parse_row(row, config)
         text, images = render(prompt.messages, tokenizer, template), row.pop("images")
-        encoded = encode_prompt(text, images, tokenizer, add_special_tokens=template is None)
+        loaded.note_special(text, tokenizer, is_plain=template is None)
+        # without some of its tokens, an image is none
+        is_cut = config.on_long_prompt == "truncate-left" and not images
+        least = lengths.least_tokens(text)
+        if least > limit:
+            if not is_cut:
+                return leave_out(f"at least {least}", loaded)
+            text = lengths.part(text, 2 * limit, at_end=True)
+        encoded = encode_prompt(text, images, tokenizer, is_plain=template is None)
         tokens = encoded["tokens"]
         if not tokens:
             raise ValueError("the chat template renders nothing; --data.chat-template-file FILE names another")
-        if len(tokens) > config.max_prompt_length:
-            if config.on_long_prompt == "error":
-                raise ValueError(f"the prompt has {len(tokens)} tokens, more than --data.max-prompt-length "
-                                 f"{config.max_prompt_length}; raise it or set --data.on-long-prompt")
-            if config.on_long_prompt == "filter" or images:     # without some of its tokens, an image is none
-                loaded.num_filtered += 1
-                return []
-            encoded["tokens"] = tokens[-config.max_prompt_length :]
+        check_tokens(tokens, tokenizer, embedded)
+        if len(tokens) > limit:
+            if not is_cut:
+                return leave_out(len(tokens), loaded)
+            encoded["tokens"] = tokens[-limit:]
             loaded.num_truncated += 1
         loaded.data_sources.add(prompt.data_source)
         return [encoded | {"row": json.dumps(row, default=str)}]
 
     named = "prompt", "data_source", "reward_model", "ground_truth", "extra_info"
     columns = {name: vars(config)[f"{name}_column"] for name in named}
-    limit = "--data.max-prompt-length", config.max_prompt_length
-    form = RowFormat(config, limit, SCHEMA, columns, encode_row, all_columns)
+    form = RowFormat(config, ("--data.max-prompt-length", limit), SCHEMA, columns, encode_row, all_columns)
     return PromptSet(*load_rows(files, form), config, tokenizer, all_columns)
 
 

@@ -12,6 +12,7 @@ from common.model.loading import SCORED, Weights, load_critic, read_config, read
 from common.model.policy import ModelConfig
 from common.packing import Sequences, plan_step
 from common.parallel.ranks import World, all_max
+from envs.runtime.template import check_reader, whole_rows
 
 MAX_TOKENS = 16384
 """Token budget of one forward on one rank."""
@@ -34,8 +35,7 @@ class RewardModelConfig:
 def check_reward_model(config: RewardModelConfig, model_config: ModelConfig) -> PretrainedConfig:
     """The config of the model at `config.path`. Raises ValueError for a model that cannot score."""
     hf_config = read_config(config.path, model_config, "--reward-model.path", SCORED)
-    if not read_tokenizer(config.path, model_config).chat_template:
-        raise ValueError(f"the tokenizer of {config.path} (--reward-model.path) has no chat template")
+    check_reader(read_tokenizer(config.path, model_config), hf_config, "--reward-model.path")
     return hf_config
 
 
@@ -46,10 +46,12 @@ class RewardModel:
         self.weight, self.world = config.weight, world
         self.tokenizer = read_tokenizer(config.path, model_config)
         self.model = load_critic(config.path, model_config, world, Weights(frozen=True))
+        self.unread: dict[int, str] = {}  # the number of a conversation in the last call -> why it has no score
 
     def score(self, conversations: list[list[dict[str, Any]]]) -> list[float]:
-        """One score per conversation. All ranks call this together, each with its own conversations (or none)."""
-        rows = [self.tokenizer.apply_chat_template(messages, return_dict=False) for messages in conversations]
+        """One score per conversation, NaN for those in `unread`. All ranks call this together, each with its own
+        conversations (or none)."""
+        rows, self.unread = whole_rows(self.tokenizer, conversations, self.model.backbone.config)
         rows.append([0])                                                    # a dummy: all ranks run as many groups
         # The critic gives a value to a token from the tokens before it. With one more token, its value is read at the
         # end of the conversation.
@@ -61,4 +63,5 @@ class RewardModel:
         for group in groups:
             part = batch.select(group).to(self.world.device)
             scores[group] = self.model.score(part)[part.mask].numpy(force=True)
+        scores[[*self.unread]] = np.nan
         return scores[: len(conversations)].tolist()

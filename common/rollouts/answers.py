@@ -6,11 +6,13 @@ from typing import Any
 import torch
 
 from common.dataset.conversations import encode, pieces_of
+from common.dataset.images import embedding_size
 from common.dataset.messages import parse_row
 from common.dataset.store import template_arguments
 from common.parallel.ranks import all_names
 from common.rollout import Rollout, Sample, gather_rollout
 from envs.runtime.response import Response
+from envs.runtime.template import check_tokens
 
 
 def check_answers(run: Any, key: str) -> None:
@@ -55,8 +57,10 @@ def answer_of(run: Any, number: int, row: int, key: str) -> Sample:
     template = template_arguments(run.tokenizer, run.args.data)
     messages = [*prompt.messages, {"role": "assistant", "content": text}]
     pieces = pieces_of(messages, len(prompt.messages), run.tokenizer, template)
-    tokens, mask = encode(pieces, run.tokenizer, template, run.engine.stop_token_ids)
+    limit = run.args.data.max_prompt_length + run.args.rollout.max_response_length
+    tokens, mask = encode(pieces, run.tokenizer, template, run.engine.stop_token_ids, limit)
     tokens = [token for token, is_answer in zip(tokens, mask) if is_answer]
+    check_tokens(tokens, run.tokenizer, embedding_size(run.tokenizer.name_or_path))
     kept = tokens[: run.args.rollout.max_response_length]
     response = Response(kept, [0.0] * len(kept), "stop" if len(kept) == len(tokens) else "length")
     return Sample(number, number, row, prompt, response, text)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.dataset.images import Images, check_sequence, show
+from common.dataset.images import Images, check_sequence, embedding_size, show
 from common.dataset.store import template_arguments
 from common.engine.base import Engine, Request, RolloutConfig
 from common.metrics import Meter
@@ -25,6 +25,7 @@ from envs.pictures import joined
 from envs.runtime.conversation import ChatTemplate, Conversation, FlagError, environments
 from envs.runtime.processes import EpisodeProcesses
 from envs.runtime.response import Episode, Response, response_of
+from envs.runtime.template import check_tokens
 from envs.runtime.tool_calls import after_thinking, make_parser
 from rewards.runtime.worker import failure_of
 
@@ -170,7 +171,9 @@ class Episodes:
             seen = self.template.encode(conversation.next_rendered, images)
         else:
             seen = [*prompt, *conversation.tokens, *between]
-        check_sequence(seen, images, self.template.tokenizer.name_or_path)
+        tokenizer = self.template.tokenizer
+        check_sequence(seen, images, tokenizer.name_or_path)
+        check_tokens(seen, tokenizer, embedding_size(tokenizer.name_or_path))
         added = episode.num_tokens + len(between or [])
         room = min(sampling.max_response_length - added, self.max_sequence_length - len(seen))
         if room < 1:

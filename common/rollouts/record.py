@@ -121,7 +121,7 @@ def row_of(tokenizer: PreTrainedTokenizerBase, sample: Sample, step: int, reward
         "prompt": tokenizer.decode(shown),
         "images": images.files if images else None,
         "ground_truth": str(prompt.ground_truth),
-        "response": tokenizer.decode(response.tokens, skip_special_tokens=True),
+        "response": response.text(tokenizer),
         "score": sample.score,
         "reward": reward,
         "reward_parts": json.dumps(parts),

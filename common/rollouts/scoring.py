@@ -133,8 +133,8 @@ class PendingRollout:
             if pool is not None:
                 pool.put(i, reply)
             return
-        decode = self.scoring.tokenizer.decode
-        sample.text = reply["text"] if reply else decode(response.tokens, skip_special_tokens=True)
+        stop = self.sampling.stop if self.sampling else ()
+        sample.text = reply["text"] if reply else response.text(self.scoring.tokenizer, stop)
         if pool is not None:
             pool.submit(i, sample.prompt.data_source, sample.text, sample.prompt.ground_truth, sample.prompt.extra_info)
 
@@ -181,9 +181,10 @@ class PendingRollout:
         for i in [i for i, failure in enumerate(scores.failures) if failure is None]:
             scores.scores[i] += model.weight * judged[i]
             if not abs(scores.scores[i]) <= MAX_SCORE:
-                text = (f"the reward model gave {judged[i]}, times --reward-model.weight {model.weight:g}; the rule is "
-                        f"a finite number of at most {MAX_SCORE:g} in size, the reward function's score included, and "
-                        f"an episode that does not fail")
+                text = model.unread.get(i) or (
+                    f"the reward model gave {judged[i]}, times --reward-model.weight {model.weight:g}; the rule is "
+                    f"a finite number of at most {MAX_SCORE:g} in size, the reward function's score included, and "
+                    f"an episode that does not fail")
                 if on_error == "stop":
                     raise RuntimeError(f"reward of sample {i} failed and --reward.on-error is stop: {text}")
                 scores.failures[i] = "invalid"

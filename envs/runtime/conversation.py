@@ -2,15 +2,14 @@
 new messages are rendered and encoded. The tokens of users and tools have mask False."""
 
 import contextlib
-import itertools
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import jinja2
+from envs.runtime.template import GUARD, rendered, special_tokens, text_of
 
 Message = dict[str, Any]
 
@@ -76,49 +75,24 @@ class ChatTemplate:
         self.show = show
         self.place = f"@@{secrets.token_hex(8)}"
         """What stands for a picture in messages. Nobody knows it who might write it."""
-        self.mark = f"@@{secrets.token_hex(8)}"
-        """What stands in rendered texts before and after what is text, although it spells special tokens."""
-        texts = sorted(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
-        # by their first characters: some models have a thousand, and all messages are searched in each turn
-        by_start = itertools.groupby(texts, key=lambda text: text[:3])
-        ends = {start: "|".join(re.escape(text[3:]) for text in group) for start, group in by_start}
-        self.special = re.compile("|".join(f"{re.escape(start)}(?:{end})" for start, end in ends.items()) or "(?!)")
-        """Finds special tokens in a text."""
+        self.special = special_tokens(tokenizer)
 
     def render(self, messages: Sequence[Message], tools: list[dict] | None) -> str:
-        """The text up to the start of the model's next turn. What users and tools say is marked in it where it spells a
+        """The text up to the start of the model's next turn. What messages say is guarded in it where it spells a
         special token: only so can that be told from the template's own, if it is the same token."""
-        marked = [self.marked(message) for message in messages]
-        try:
-            return self.tokenizer.apply_chat_template(
-                marked, tools=tools or None, tokenize=False, add_generation_prompt=True, **self.arguments
-            )
-        except jinja2.TemplateError as error:
-            roles = ", ".join(message["role"] for message in messages)
-            raise ValueError(f"the chat template refuses an episode's messages ({roles}): {error}") from None
-
-    def marked(self, message: Message) -> Message:
-        """The message as the template gets it."""
-        text = message["content"].strip()
-        if message["role"] == "assistant" or not self.special.search(text):
-            return message
-        return message | {"content": message["content"].replace(text, f"{self.mark}{text}{self.mark}", 1)}
+        roles = ", ".join(message["role"] for message in messages)
+        return rendered(self.tokenizer, messages, f"an episode's messages ({roles})", tools=tools or None,
+                        add_generation_prompt=True, **self.arguments)
 
     def encode(self, text: str, files: Sequence[bytes] = ()) -> list[int]:
-        """The tokens of a rendered text, and of `files`, the pictures in it. What is marked is text: a web page cannot
-        end a turn."""
+        """The tokens of a rendered text, and of `files`, the pictures in it, which are shown at their places. What is
+        guarded is text: a web page cannot end a turn."""
         left = iter(files)
-        pieces = enumerate(text.split(self.mark))
-        return [token for i, piece in pieces for token in self._encode(piece, left, split_special_tokens=i % 2 == 1)]
-
-    def _encode(self, text: str, files: Iterator[bytes], **options: bool) -> list[int]:
-        """The tokens of a text, in which the next of `files` are shown at their places."""
-        first, *others = (self.tokenizer(piece, add_special_tokens=False, **options)["input_ids"]
-                          for piece in text.split(self.place))
-        return first + [token for piece in others for token in (*self.show(next(files)), *piece)]
+        first, *others = map(self.special.encode, text.split(self.place))
+        return first + [token for piece in others for token in (*self.show(next(left)), *piece)]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return text_of(self.tokenizer, tokens, self.stops)
 
     def shortened(self, text: str, limit: int) -> str:
         """A tool's text; if it has more than `limit` tokens, without its middle, and it says so. 0: no limit."""
@@ -144,6 +118,7 @@ class ChatTemplate:
 def check_shown(messages: Sequence[Message], text: str) -> None:
     """Raises ValueError for a message of users or tools that the template has left out of the text. It may write the
     content as it is, or as JSON."""
+    text = text.replace(GUARD, "")
     for message in messages:
         content = message["content"].strip()
         forms = (content, json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1])
@@ -209,7 +184,8 @@ class Conversation:
         self.next_rendered = self.template.render([*self.messages, *new], self.tools)
         reply = self.next_rendered.removeprefix(self.rendered).removesuffix(between)
         # a template may take away white space around a reply
-        is_rewritten = self.rendered + reply + between != self.next_rendered or reply.strip() != text.strip()
+        is_rewritten = self.rendered + reply + between != self.next_rendered or (
+            reply.replace(GUARD, "").strip() != text.strip())
         if is_rewritten and self.on_rewriting == "error":
             raise FlagError(
                 f"the chat template writes an earlier turn differently now ({len(self.messages)} messages): "
@@ -217,7 +193,7 @@ class Conversation:
             )
         if is_rewritten and self.on_rewriting == "split":
             self.messages = [form or message for form, message in zip(self.forms, self.messages, strict=True)]
-            if lost := self.template.special.search(str(self.forms)):
+            if lost := self.template.special.pattern.search(str(self.forms)):
                 raise ValueError(f"the chat template rewrites the history, and a reply has {lost[0]}, which no text "
                                  f"gives back: --rollout.rewritten-history append keeps the tokens as they are")
             self.next_rendered = self.template.render([*self.messages, *new], self.tools)
@@ -260,7 +236,7 @@ class Conversation:
 
     def add_reply(self, tokens: Sequence[int], logp: Sequence[float], routing: Any = None,
                   is_trained: bool = True) -> str:
-        """Add the tokens that the model sampled. Returns their text, without special tokens."""
+        """Add the tokens that the model sampled. Returns their text, without end tokens."""
         self.routing = routing
         self.tokens += tokens
         self.logp += logp if is_trained else [0.0] * len(tokens)

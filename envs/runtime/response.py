@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from envs.runtime.conversation import Conversation
+from envs.runtime.template import special_tokens, text_of
 
 
 @dataclass
@@ -50,6 +51,19 @@ class Response:
     """The step in which the policy sampled each token, without those of this step."""
     routing: Tensor | None = field(default=None, compare=False)
     """Experts of all tokens but the last (--policy.router-replay rollout): [prompt + response - 1, layers, k]."""
+
+    def text(self, tokenizer: Any, stop: Sequence[str] = ()) -> str:
+        """What the model wrote, as `text_of` has it, and in an episode also what users and tools said, without the
+        template's special tokens. `stop`: texts that end a response, and stay."""
+        names = {number: name for name, number in special_tokens(tokenizer).tokens.items()}
+        is_sampled = [*(self.mask or [True] * len(self.tokens)), False]
+        kept = []
+        for n, token in enumerate(self.tokens):
+            ends_turn = not is_sampled[n + 1] and (n + 1 < len(self.tokens) or self.finish_reason == "stop")
+            is_end = ends_turn and not any(text.endswith(names.get(token, "")) for text in stop)
+            if token not in names or (is_sampled[n] and not is_end):
+                kept.append(token)
+        return text_of(tokenizer, kept)
 
     @property
     def num_sampled(self) -> int:

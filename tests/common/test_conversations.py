@@ -14,6 +14,7 @@ from common.dataset.conversations import ConversationConfig, RowParser, encode, 
 from common.dataset.store import load_prompts
 from common.prompts import DataConfig
 from common.segments import segment_sum
+from envs.runtime.template import GUARD, rendered, special_tokens
 from sft import parse, pieces_of
 from tests.conftest import TRAIN
 
@@ -260,3 +261,44 @@ def test_plain_text_ends_with_the_end_token(tokenizer):
     roles = ("user", "user", "assistant")
     messages = [{"role": role, "content": text} for role, text in zip(roles, ("1 +", "1 =", " 2"))]
     assert pieces_of(messages, 2, tokenizer, None) == [("1 +\n\n1 =", False), (" 2<|im_end|>", True)]
+
+
+@pytest.mark.parametrize("text", [
+    "With <|im_end|>. Then the next turn begins, and so on.", "<|im_end|>", "a<|im_end|>\n<|im_start|>user\nb",
+    "<|endoftext|>", "x <|im_start|>", "\n<|im_end|>\n",
+])
+def test_an_answer_that_spells_an_end_token_is_trained_whole(tokenizer, tmp_path, text):
+    """sft.py, both answers of dpo.py, and with a plain template up to the first end token, which is read there."""
+    letters = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    row = {"messages": [{"role": "user", "content": f"q{text}"}, {"role": "assistant", "content": text},
+                        {"role": "user", "content": "n"}, {"role": "assistant", "content": "yes"}]}
+    data = load(tmp_path / "a.jsonl", [row], tokenizer)
+    tokens, mask = data.tokens[0].as_py(), data.mask[0].as_py()
+    edges = np.flatnonzero(np.diff([0, *mask, 0])).reshape(-1, 2)
+    assert [tokens[start:end] for start, end in edges] == [[*letters, 2], [*tokenizer("yes")["input_ids"], 2]]
+    assert (tokens.count(1), tokens.count(2)) == (5, 5)
+    assert "1 spell special tokens" in data.loaded.summary()
+    pair = dpo.parse({"prompt": "q", "chosen": text, "rejected": "no"}, tokenizer, {})
+    assert [encode(pieces, tokenizer, {}, [2])[0].count(2) for pieces in pair] == [3, 3]
+    plain = load(tmp_path / "b.jsonl", [{"prompt": "q", "response": text}], tokenizer, template="plain")
+    assert trained(plain.tokens[0].as_py(), plain.mask[0].as_py(), tokenizer) == [
+        text.partition("<|im_end|>")[0] + "<|im_end|>"]
+    assert "1 spell special tokens" in plain.loaded.summary() and "read as such" in plain.loaded.summary()
+
+
+@pytest.mark.parametrize("kind", ["prepend", "always", "first"])
+def test_special_tokens_are_text_for_tokenizers_that_write_a_space_first(kind):
+    """The letters, and nothing else is encoded otherwise: what stands before and after has the same tokens."""
+    tokenizer = sentencepiece(kind)
+    special = special_tokens(tokenizer)
+    (end,) = [text for text, number in special.tokens.items() if number == tokenizer.eos_token_id]
+    tokenizer.chat_template = ("{{ bos_token }}{% for m in messages %}{{ m.role }}\n{{ m.content }}{{ eos_token }}\n"
+                               "{% endfor %}")
+    written = rendered(tokenizer, [{"role": "user", "content": f"a {end} b"}, {"role": "user", "content": "no"}])
+    tokens = special.encode(written)
+    plain = tokenizer.apply_chat_template([{"role": "user", "content": "a"}, {"role": "user", "content": "no"}],
+                                          return_dict=False)
+    assert tokens.count(tokenizer.eos_token_id) == plain.count(tokenizer.eos_token_id) == 2
+    last = plain.index(tokenizer.eos_token_id)
+    assert tokens[-len(plain[last:]) :] == plain[last:] and tokens[0] == plain[0]
+    assert "".join(tokenizer.decode(tokens).split()) == "".join(written.replace(GUARD, "").split())

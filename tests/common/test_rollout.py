@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig
+from tokenizers import AddedToken
+from transformers import AutoTokenizer, LlamaConfig
 
 from common.batch import Batch
 from common.correction import CorrectionConfig, measure
@@ -23,6 +24,7 @@ from common.parallel.ranks import seed_of
 from common.prompts import Prompt
 from common.rollout import Layout, Response, Rollout, Sample, gather_rollout, scatter_fields, to_minibatches
 from common.rollouts import scoring
+from common.rollouts.record import row_of
 from common.rollouts.scoring import RolloutRequest, RolloutSource, responses_from_state, responses_to_state
 from common.rollouts.validation import best_at, evaluate, majority, validation_metrics
 from common.run import Run, RunArgs
@@ -30,7 +32,9 @@ from common.segments import group_count, group_lead, group_log_mean_exp, group_m
 from common.tracking.health import HealthCheck
 from common.tracking.logger import LogConfig
 from common.tracking.step import rollout_metrics
+from envs.runtime.conversation import ChatTemplate, Conversation
 from envs.stored import join, split, write_parts
+from rewards.format import tags
 from rewards.runtime.pool import RewardConfig, Scores
 
 LLAMA = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=9)
@@ -64,6 +68,17 @@ def test_a_rollout_knows_every_response(world):
     assert rollout.lengths.tolist() == [4, 5, 7, 8]
 
 
+class Decoding:
+    """A tokenizer without special tokens."""
+    bos_token_id = eos_token_id = pad_token_id = None
+
+    def __init__(self, decode):
+        self.decode, self.added_tokens_decoder = decode, {}
+
+    def __len__(self):
+        return 0
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_response_is_known_by_its_place_and_has_a_seed_of_its_own(tp):
     """The second of two engines samples prompts 1 and 3 of four, three responses each; all are scored as they end, each
@@ -79,7 +94,7 @@ def test_a_response_is_known_by_its_place_and_has_a_seed_of_its_own(tp):
                              config=SimpleNamespace(tp=tp))
     submitted = []
     pool = SimpleNamespace(submit=lambda *given: submitted.append(given))
-    tokenizer = SimpleNamespace(decode=lambda tokens, skip_special_tokens: f"text {tokens[0]}")
+    tokenizer = Decoding(lambda tokens: f"text {tokens[0]}")
     judge = SimpleNamespace(pool=pool, tokenizer=tokenizer, advance=lambda: None, episodes=None)
     source = RolloutSource(engine, judge, DATA)
     pending = scoring.start_rollout(source, RolloutRequest([5, 4, 3, 2], 3, SamplingConfig(), (7, "x")))
@@ -115,7 +130,7 @@ def test_a_validation_is_one_call_of_the_engine(world, num_samples):
                                [{} for _ in answers], [None for _ in answers]))
     engine = SimpleNamespace(local_prompts=range, complete=complete, tp_rank=0, config=SimpleNamespace(tp=1),
                              sleep=lambda: None)
-    tokenizer = SimpleNamespace(decode=lambda tokens, skip_special_tokens: f"{tokens[0]}")
+    tokenizer = Decoding(lambda tokens: f"{tokens[0]}")
     judge = SimpleNamespace(pool=pool, tokenizer=tokenizer, advance=lambda: None, episodes=None, model=None,
                             config=RewardConfig())
     sampling = validation_sampling(RolloutConfig(val_top_k=5, top_k=3), temperature=0.7)
@@ -174,7 +189,7 @@ def test_a_reward_model_scores_while_the_engine_sleeps(world):
     model = SimpleNamespace(score=lambda given: events.append("score") or [1.0] * len(given), weight=1.0)
     run = Run(RunArgs(model="", train_data=(), eval_n=1, log=LogConfig(rollouts_every=0)), 2, CorrectionConfig())
     run.engine, run.policy, run.val_set, run.train_set = Told(events), None, DATA, DATA
-    tokenizer = SimpleNamespace(decode=lambda tokens, skip_special_tokens: "text")
+    tokenizer = Decoding(lambda tokens: "text")
     run.scoring = SimpleNamespace(pool=None, tokenizer=tokenizer, episodes=None, model=model, config=RewardConfig(),
                                   check_new=lambda request: None)
     run.recorder, run.watchdog = SimpleNamespace(config=run.args.log), SimpleNamespace(signal=0)
@@ -228,7 +243,7 @@ def test_a_reward_models_score_that_is_no_number_is_a_failure(world, on_error, w
     scores = Scores([*range(6)], [1.0, 2.0, 3.0, 4.0, lost, 6.0], [{}] * 6, [None] * 4 + ["timeout", None])
     judged = [0.5, math.nan, math.inf, -3e9, 1.0, -2.0]
     judge = SimpleNamespace(pool=SimpleNamespace(results=lambda: scores), episodes=None,
-                            model=SimpleNamespace(score=lambda conversations: judged, weight=2.0),
+                            model=SimpleNamespace(score=lambda conversations: judged, weight=2.0, unread={}),
                             config=RewardConfig(on_error=on_error, max_error_frac=0.7))
     pending, meter = scoring.PendingRollout(None, judge, make_samples([0.0] * 6), SamplingConfig()), Meter()
     rule = r"the reward model gave nan, times --reward-model.weight 2; the rule is a finite number of at most 1e\+09 "
@@ -255,7 +270,7 @@ def test_an_episode_that_failed_has_no_score_of_a_reward_model_alone(world, on_e
     for sample, end_reason in zip(samples, ("done", "error", "timeout", "length")):
         sample.response.end_reason = end_reason
     judge = SimpleNamespace(pool=None, episodes=None, config=RewardConfig(on_error=on_error),
-                            model=SimpleNamespace(score=lambda conversations: [1.0, 2.0, 3.0, 4.0], weight=0.5))
+                            model=SimpleNamespace(score=lambda given: [1.0, 2.0, 3.0, 4.0], weight=0.5, unread={}))
     pending, meter = scoring.PendingRollout(None, judge, samples, SamplingConfig()), Meter()
     if want is None:
         with pytest.raises(RuntimeError, match=r"reward of sample 1 failed and --reward.on-error is stop"):
@@ -757,3 +772,61 @@ def test_an_acc_that_is_no_number_leaves_the_score(world, acc):
     samples = make_samples([0.5, 0.25, 0.25], group_size=1, rows=[0, 2, 4], extras=[{"acc": acc}, {"acc": 0.75}, {}])
     got = validation_metrics(samples, greedy=True)
     assert got["val-core/source0/acc/greedy"] == pytest.approx((0.5 + 0.75 + 0.25) / 3)
+
+
+# --------------------------------------------------------------------------- texts of responses
+
+CHANNELS = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|return|>", "<|call|>")
+SAID = [  # markers, what is sampled, its end, what rewards see
+    (["<think>", "</think>"], "<think>I add.</think><answer>4</answer>", "<|im_end|>", None),
+    (["[THINK]", "[/THINK]", "[TOOL_CALLS]"], "[THINK]Hm[/THINK]The answer is 4", "<|im_end|>", None),
+    (CHANNELS, "<|channel|>analysis<|message|>I add.<|end|><|start|>assistant<|channel|>final<|message|>4",
+     "<|return|>", None),
+    (CHANNELS, "<|channel|>commentary<|message|>{}", "<|call|>", None),
+    (["<think>"], "<think>and no end<think>", "", None), (["<answer>"], "4<answer>", "<|im_end|>", None),
+    (["<pad>"], "<pad><pad>4<pad>", "<|im_end|>", "4"), ([], "a<|im_end|>b", "<|im_end|>", "ab"),
+    (["<|box_start|>", "<|box_end|>"], " <|box_start|>(1, 2)<|box_end|>\n", "<|endoftext|>", None),
+    (["<0>"], "<0><|im_start|>", "<|im_end|>", "<0>"),  # which begins its sequences
+]
+
+
+@pytest.mark.parametrize(("markers", "text", "end", "seen"), SAID)
+def test_what_a_model_says_keeps_its_markers(smollm, markers, text, end, seen):
+    """Special tokens that are a part of it, and not those that end or fill it: for rewards, in records and in episodes,
+    also where the end is a token of generation_config.json or of a flag alone."""
+    tokenizer = AutoTokenizer.from_pretrained(smollm)
+    added = [AddedToken(marker, special=True, normalized=False) for marker in markers]
+    tokenizer.add_tokens(added, special_tokens=True)
+    if "<pad>" in markers:
+        tokenizer.pad_token = "<pad>"
+    tokens = tokenizer(text + end, add_special_tokens=False)["input_ids"]
+    response = Response(tokens, [0.0] * len(tokens), "stop" if end else "length")
+    seen = text if seen is None else seen
+    submitted = []
+    judge = SimpleNamespace(pool=SimpleNamespace(submit=lambda i, source, text, *_: submitted.append(text)),
+                            advance=lambda: None, tokenizer=tokenizer)
+    engine = SimpleNamespace(config=SimpleNamespace(tp=1), tp_rank=0)
+    sample = Sample(0, 0, 0, SimpleNamespace(data_source="", ground_truth="", extra_info={}, images=None, tokens=[1]))
+    scoring.PendingRollout(engine, judge, [sample], SamplingConfig()).score(0, response)
+    assert submitted == [seen]
+    assert row_of(tokenizer, sample, 0, 0.0)["response"] == seen
+    template = ChatTemplate(tokenizer, {"chat_template": "{{ messages[0].content }}"}, tokens[-1:] if end else [])
+    conversation = Conversation(template, "error", [1], [{"role": "user", "content": "x"}])
+    assert conversation.add_reply(tokens, response.logp) == seen
+    assert tags("", seen, "") == float(text.startswith("<think>I add.</think>"))
+
+
+def test_a_stop_text_that_is_a_special_token_stays(smollm):
+    """As docs say of --rollout.stop; in an episode what the template writes between turns is no part of its text."""
+    tokenizer = AutoTokenizer.from_pretrained(smollm)
+    tokenizer.add_tokens([AddedToken("</answer>", special=True, normalized=False)], special_tokens=True)
+    tokens = tokenizer("4</answer>", add_special_tokens=False)["input_ids"]
+    assert Response(tokens, [0.0] * len(tokens), "stop").text(tokenizer, ("</answer>",)) == "4</answer>"
+    assert Response(tokens, [0.0] * len(tokens), "stop").text(tokenizer, (" </answer>", "x")) == "4</answer>"
+    assert Response(tokens, [0.0] * len(tokens), "stop").text(tokenizer, ("x",)) == "4"
+    parts = [("</answer>a<|im_end|>", True), ("\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n", False),
+             ("c</answer><|im_end|>", True)]
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text, _ in parts]
+    mask = [is_sampled for part, (_, is_sampled) in zip(ids, parts) for _ in part]
+    episode = Response([*chain(*ids)], [0.0] * len(mask), "stop", mask)
+    assert episode.text(tokenizer) == "</answer>a\nuser\nb\nassistant\nc</answer>"

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from envs.runtime.conversation import Conversation
+from envs.runtime.template import GUARD, rendered, special_tokens
 from tests.engine.template_table import (
     CONVERSATIONS,
     FOLDER,
@@ -75,3 +76,31 @@ def test_faults_are_found(monkeypatch):
     assert try_conversation(chatml, turns, False).startswith("WRONG: ")
     monkeypatch.setattr(Conversation, "between", lambda self, new: between(self, [user("Else?")]))
     assert try_conversation(chatml, turns, False).startswith("WRONG: ")
+
+
+TALK = [{"role": "user", "content": " a <b> | c\n"}, {"role": "assistant", "content": "<think>\nHm\n</think>\n\nFine."},
+        {"role": "user", "content": "[x] <think>"}]
+
+
+@pytest.mark.parametrize("name", sources())
+def test_no_message_writes_a_special_token(name):
+    """Ordinary messages have the tokens that transformers gives them. In another one, each special token of the model
+    is its letters: there are as many special tokens as with a word in its place, and the text is the same."""
+    tokenizer = make_tokenizer(sources()[name])
+    special = special_tokens(tokenizer)
+    expected = tokenizer.apply_chat_template(TALK, return_dict=False, add_generation_prompt=True)
+    assert special.encode(rendered(tokenizer, TALK, add_generation_prompt=True)) == expected
+    count = {}
+    for text in ("WORD", *special.tokens):
+        for where in ("user", "assistant"):
+            talk = [TALK[0] | {"content": f"a {text}b"} if where == "user" else TALK[0],
+                    {"role": "assistant", "content": f"{text}\n c" if where == "assistant" else "yes"}, TALK[2]]
+            written = rendered(tokenizer, talk, add_generation_prompt=True)
+            tokens = special.encode(written)
+            found = tokenizer.decode(tokens), [token for token in tokens if token in special.tokens.values()]
+            want = count.setdefault(where, found)
+            assert found == (want[0].replace("WORD", text), want[1]), (text, where)
+            is_shown = text in tokenizer.decode(tokens) and text != "WORD"  # some take lists of parts alone
+            assert special.spelled(written) == ({text} if is_shown and GUARD in written else set())
+            assert not is_shown or GUARD in written or text in want[0]
+    assert len(special.tokens) > 1 and count["user"][1]

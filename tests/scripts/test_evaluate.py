@@ -341,6 +341,21 @@ def test_other_weights_and_other_data_are_refused(flags, tmp_path, monkeypatch, 
         evaluation.missing_chunks(args, 600, "x")
 
 
+def test_chat_templates_are_told_the_day_on_which_an_evaluation_began(flags, tmp_path):
+    """Also when it goes on later, and when another one is compared with it."""
+    import tyro
+
+    for name, more in {"one": [], "two": ["--compare", str(tmp_path / "one")], "three": []}.items():
+        args = tyro.cli(evaluate.Args, args=[*flags, *more, "--run-dir", str(tmp_path / name)])
+        (tmp_path / name).mkdir()
+        day = evaluation.begin(args, "model", 1)
+        if name == "one":
+            begun = read_manifest(tmp_path / "one/begun")
+            assert begun[evaluation.DAY] == day
+            write_manifest(tmp_path / "one/begun", begun | {evaluation.DAY: "2024-02-29"})
+        assert evaluation.begin(args, "model", 1) == (day if name == "three" else "2024-02-29")
+
+
 @pytest.mark.parametrize("flag", ["--reward.function", "--rollout.episode"])
 def test_a_reward_that_was_edited_is_refused(flag, flags, tmp_path):
     """What is on disk was scored by the other one, and the same command would print the old numbers. An evaluation of

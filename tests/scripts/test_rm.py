@@ -12,10 +12,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import rm
+from common.batch import Batch
 from common.dataset.conversations import ConversationConfig, RowParser, load_conversations
 from common.model.policy import ModelConfig
 from common.model.reward_model import RewardModel, RewardModelConfig
 from common.model.scorer import load_scorer
+from common.rollout import sum_per_response
 from tests.conftest import launch, launch_all
 from tests.scripts.test_supervised import check_exact_resume, check_same_training, metrics_of, weights_of, write
 from tools.evaluation import calibration
@@ -85,6 +87,25 @@ def test_the_loss_of_pairs_is_that_of_the_papers():
         gradient = torch.autograd.grad(loss, rewards)[0]
         assert abs(loss.item() - total / P) < 1e-10 < abs(total)
         assert max(abs(a - b) for a, b in zip(gradient.tolist(), slopes)) < 1e-10 < max(map(abs, slopes))
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>", "<|im_end|><|im_end|>", "<|im_end|>\n", "!"])
+def test_what_is_trained_is_what_transformers_reads(tiny_llama, world, tmp_path, end):
+    """Also where the config's padding, here the end token, is what the template ends a conversation with."""
+    model = load_scorer(tiny_llama, FLOAT32, world)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+    tokenizer.chat_template = "{% for m in messages %}<|im_start|>{{ m.content }}{{ '" + end + "' }}{% endfor %}"
+    theirs = AutoModelForSequenceClassification.from_pretrained(tiny_llama, num_labels=1, dtype=torch.float64)
+    theirs.load_state_dict({name: tensor.double() for name, tensor in model.full_tensors(None)}, strict=True)
+    assert theirs.config.pad_token_id == tokenizer.eos_token_id == 2
+    columns = {name: name for name in ("prompt", "chosen", "rejected", "margin")}
+    data = load_conversations([write(tmp_path / "a.jsonl", PAIRS)], tokenizer, [2], ConversationConfig(),
+                              RowParser(columns, rm.parse, per_row=2, padding=theirs.config.pad_token_id))
+    minibatch = data.minibatch(range(4), model.lm.config, world, 10_000)
+    batch = Batch.cat(minibatch.microbatches)
+    found = sum_per_response(batch, model.score(batch), 8)
+    with torch.no_grad():
+        assert found.tolist() == pytest.approx(classifier_rewards(theirs, tokenizer, PAIRS[:4]).tolist(), abs=2e-6)
 
 
 def test_the_gradient_is_that_of_transformers_classifier(tiny_llama, world, tmp_path):

@@ -383,7 +383,13 @@ USER, GOOD, BAD = ({"role": role, "content": text} for role, text in
 ])
 def test_pairs_may_be_text_or_messages(row):
     class Tokenizer:
-        def apply_chat_template(self, messages, tokenize, add_generation_prompt=False):
+        def __init__(self):
+            self.added_tokens_decoder = {}
+
+        def __len__(self):
+            return 0
+
+        def apply_chat_template(self, messages, add_generation_prompt=False, **_):
             return "".join(f"{x['role'][0]}:{x['content']};" for x in messages) + "a:" * add_generation_prompt
 
     assert dpo.parse(row, Tokenizer(), {}) == [[("u:hi;a:", False), (f"{x};", True)] for x in ("yes", "no")]
