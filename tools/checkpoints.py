@@ -25,7 +25,7 @@ from common.checkpoint.state import FILE as SHARDS
 from common.checkpoint.state import load_shards, open_shards
 from common.model.loading import SCORED
 from common.model.lora import merge
-from common.model.stored import Experts, open_folder, weights_of
+from common.source.stored import Experts, open_folder, weights_of
 from tools.flags import exit_with_error
 from tools.terminal import visible
 

@@ -15,7 +15,8 @@ from common.checkpoint.export import hf_files, model_of, replace_hf
 from common.checkpoint.files import complete_checkpoints
 from common.model.loading import read_config
 from common.model.policy import ModelConfig
-from common.model.stored import open_folder, weights_of
+from common.source.folder import check_folder
+from common.source.stored import open_folder, weights_of
 from tools.checkpoints import export_checkpoint, merged_with_base
 
 ADAPTER = "adapter_config.json"
@@ -29,13 +30,15 @@ def resolve(model: str) -> str:
     """What --model names, without what may change: for a run folder, its newest checkpoint. Raises ValueError for a
     folder that is none of a model, a checkpoint, a run or adapters."""
     path = Path(model)
-    if not path.is_dir() or (path / ADAPTER).is_file():
+    is_adapter = (path / ADAPTER).is_file() and not (path / "config.json").is_file()
+    if not path.is_dir() or is_adapter:
         return model
     if checkpoints := complete_checkpoints(path):
         return str(checkpoints[-1])
     if not (path / "config.json").is_file() or (path / "metrics.jsonl").is_file():
         hint = f": name {path / 'model'}" if (path / "model/config.json").is_file() else ""
         raise ValueError(f"--model {model} holds neither a model, a complete checkpoint nor adapters{hint}")
+    check_folder(model, "--model")
     return model
 
 
