@@ -307,15 +307,40 @@ def hub_model(folder, monkeypatch, **files: dict) -> str:
     return "someone/model"
 
 
+LLAMA = {"model_type": "llama"}
+
+
 @pytest.mark.parametrize(("files", "ids"), [
     ({"config": {}}, [7]),
     ({"config": {}, "generation_config": {"eos_token_id": [3, 7]}}, [3, 7]),
     ({"config": {}, "generation_config": {"eos_token_id": 9}}, [7, 9]),
     ({"config": {}, "generation_config": {}}, [7]),
+    ({"config": LLAMA | {"eos_token_id": 9}}, [7, 9]),
+    ({"config": LLAMA | {"eos_token_id": [8, 9]}}, [7, 8, 9]),
+    ({"config": LLAMA | {"eos_token_id": None}}, [7]),
+    ({"config": LLAMA}, [2, 7]),                                        # the family's default
+    ({"config": {"model_type": "qwen2"}}, [7]),                         # which others do not have
+    ({"config": LLAMA | {"eos_token_id": 9}, "generation_config": {"temperature": 0.6}}, [7]),
+    ({"config": {"model_type": "qwen2_5_vl", "text_config": {"eos_token_id": 9}}}, [7, 9]),
+    ({"config": {"model_type": "gemma3", "eos_token_id": [1, 106]}}, [1, 7, 106]),
+    ({"config": {"model_type": "of_its_own_code", "auto_map": {}, "eos_token_id": 9}}, [7, 9]),
 ])
 def test_stop_tokens_of_a_hub_model(files, ids, tmp_path, monkeypatch):
+    """As the engine itself finds them beside those that it is given: what ends a response there is in the list."""
+    from vllm.transformers_utils.config import try_get_generation_config
+
     model = hub_model(tmp_path, monkeypatch, **files)
     assert stop_tokens(model, types.SimpleNamespace(eos_token_id=7)) == ids
+    if files["config"].get("model_type") in ("llama", "qwen2", "qwen2_5_vl", "gemma3"):     # that vLLM can read
+        eos = try_get_generation_config(model, trust_remote_code=False).eos_token_id
+        assert {7} | (set(eos) if isinstance(eos, list) else {eos} - {None}) == set(ids)
+
+
+def test_a_damaged_generation_config_is_named(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(ValueError, match=rf"cannot read the end tokens of {tmp_path} from its generation_config.json"):
+        stop_tokens(str(tmp_path), types.SimpleNamespace(eos_token_id=7))
 
 
 def test_a_model_without_an_end_token_is_refused(tmp_path):
