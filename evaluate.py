@@ -27,7 +27,7 @@ from common.engine.make import changed_flags, check_rollout, make_engine, stop_t
 from common.metrics import Meter
 from common.model.loading import Weights, load_policy, read_config
 from common.model.policy import ModelConfig, Policy
-from common.model.reward_model import RewardModel, RewardModelConfig
+from common.model.reward_model import RewardModel, RewardModelConfig, check_reward_model
 from common.parallel import ranks
 from common.parallel.ranks import all_gather_objects, on_main, print_on_main
 from common.prompts import DataConfig
@@ -115,6 +115,8 @@ def main(args: Args) -> None:
     hf_config = read_config(model, args.policy)
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=args.policy.trust_remote_code)
     longest = check_rollout(args.rollout, hf_config, world, args.data.max_prompt_length)
+    if args.reward_model.path:
+        check_reward_model(args.reward_model, args.policy, longest)
     data = load_prompts(args.val_data, tokenizer, args.data, all_columns=bool(args.rollout.episode))
     print_on_main(world, f"val    {data.loaded.summary()}")
     data.loaded.write_skipped(folder / "skipped_val.jsonl")

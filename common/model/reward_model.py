@@ -8,6 +8,7 @@ import numpy as np
 from transformers import PretrainedConfig
 
 from common.batch import Batch
+from common.model.flops import check_context, context_length
 from common.model.loading import SCORED, Weights, load_critic, read_config, read_tokenizer
 from common.model.policy import ModelConfig
 from common.packing import Sequences, plan_step
@@ -31,11 +32,13 @@ class RewardModelConfig:
             raise ValueError("--reward-model.alone needs --reward-model.path")
 
 
-def check_reward_model(config: RewardModelConfig, model_config: ModelConfig) -> PretrainedConfig:
-    """The config of the model at `config.path`. Raises ValueError for a model that cannot score."""
+def check_reward_model(config: RewardModelConfig, model_config: ModelConfig, longest: int) -> PretrainedConfig:
+    """The config of the model at `config.path`. Raises ValueError for a model that cannot score, or has no context for
+    `longest` tokens, as the policy counts them."""
     hf_config = read_config(config.path, model_config, "--reward-model.path", SCORED)
     if not read_tokenizer(config.path, model_config).chat_template:
         raise ValueError(f"the tokenizer of {config.path} (--reward-model.path) has no chat template")
+    check_context(hf_config, longest, f"--reward-model.path {config.path}")
     return hf_config
 
 
@@ -46,10 +49,14 @@ class RewardModel:
         self.weight, self.world = config.weight, world
         self.tokenizer = read_tokenizer(config.path, model_config)
         self.model = load_critic(config.path, model_config, world, Weights(frozen=True))
+        self.longest = context_length(self.model.backbone.config)
 
     def score(self, conversations: list[list[dict[str, Any]]]) -> list[float]:
-        """One score per conversation. All ranks call this together, each with its own conversations (or none)."""
+        """One score per conversation; NaN for one that is longer, in the model's own tokens, than its context. All
+        ranks call this together, each with its own conversations (or none)."""
         rows = [self.tokenizer.apply_chat_template(messages, return_dict=False) for messages in conversations]
+        is_long = np.array([len(row) > self.longest for row in rows], dtype=bool)
+        rows = [[0] if too_long else row for row, too_long in zip(rows, is_long)]
         rows.append([0])                                                    # a dummy: all ranks run as many groups
         # The critic gives a value to a token from the tokens before it. With one more token, its value is read at the
         # end of the conversation.
@@ -61,4 +68,4 @@ class RewardModel:
         for group in groups:
             part = batch.select(group).to(self.world.device)
             scores[group] = self.model.score(part)[part.mask].numpy(force=True)
-        return scores[: len(conversations)].tolist()
+        return np.where(is_long, np.nan, scores[: len(conversations)]).tolist()

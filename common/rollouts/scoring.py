@@ -176,7 +176,7 @@ class PendingRollout:
             if not abs(scores.scores[i]) <= MAX_SCORE:
                 text = (f"the reward model gave {judged[i]}, times --reward-model.weight {model.weight:g}; the rule is "
                         f"a finite number of at most {MAX_SCORE:g} in size, the reward function's score included, and "
-                        f"an episode that does not fail")
+                        f"an episode that does not fail and fits into the reward model's context")
                 if on_error == "stop":
                     raise RuntimeError(f"reward of sample {i} failed and --reward.on-error is stop: {text}")
                 scores.failures[i] = "invalid"
