@@ -9,6 +9,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file, is_torchvision_available
 
 from common.engine.base import Engine, EngineSetup, RolloutConfig
+from common.engine.extra import check_extra
 from common.engine.hf import HFEngine
 from common.engine.remote import RemoteEngine
 from common.engine.vllm import VLLMEngine
@@ -49,6 +50,7 @@ def check_rollout(config: RolloutConfig, hf_config: PretrainedConfig, world: Wor
                              f"if the current ones had; --correction.preset decoupled-token-is corrects it")
     if config.engine == "vllm":
         check_vllm(config, hf_config.model_type)
+        check_extra(config.extra, world.device.type)
     elif for_vllm := changed_flags(config, "tp", "stop", "in_flight", "extra"):
         raise ValueError(f"{' and '.join(for_vllm)} needs --rollout.engine vllm")
     hf_config = hf_config.get_text_config()
