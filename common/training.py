@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer, set_seed
+from transformers import set_seed
 
 from common.checkpoint.export import export, hf_files
 from common.checkpoint.files import write_manifest
@@ -23,7 +23,15 @@ from common.checkpoint.signals import Watchdog
 from common.metrics import Meter, Timer
 from common.model.attention import choose_attention
 from common.model.flops import update_flops
-from common.model.loading import Weights, load_critic, load_frozen, load_policy, read_config, uses_liger
+from common.model.loading import (
+    Weights,
+    load_critic,
+    load_frozen,
+    load_policy,
+    read_config,
+    read_tokenizer,
+    uses_liger,
+)
 from common.model.lora import LoRAConfig, Reference
 from common.model.memory_plan import MemoryPlan
 from common.model.optimizers import WEIGHTS, make_optimizer
@@ -124,7 +132,7 @@ class Training:
         if self.world.trains:
             open_run_folder(args.run_dir, self.world)
         self.hf_config = read_config(args.model, args.policy)
-        self.tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=args.policy.trust_remote_code)
+        self.tokenizer = read_tokenizer(args.model, args.policy)
         return self
 
     def load_data(self, load: Callable[[Sequence[str]], Any], rows_per_step: int) -> None:

@@ -75,9 +75,17 @@ def read_config(path: str, config: ModelConfig, flag: str = "--model", heads: tu
     return hf_config
 
 
-def read_tokenizer(path: str, config: ModelConfig) -> Any:
-    """The tokenizer of a Hugging Face folder or hub name, as transformers loads it."""
-    return AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+def read_tokenizer(path: str, config: ModelConfig, flag: str = "--model") -> Any:
+    """The tokenizer of a Hugging Face folder or hub name that the user gave with `flag`, as transformers loads it.
+
+    Raises ValueError if it has none that can be read."""
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+    except Exception as error:  # of a file that is damaged or missing the libraries raise many kinds, also this one
+        what = str(error).strip().partition("\n")[0]
+        raise ValueError(f"{flag} {path}: no tokenizer can be read ({type(error).__name__}: {what}): copy "
+                         f"tokenizer.json and tokenizer_config.json of the model that it was made from into the "
+                         f"folder") from error
 
 
 def is_scored(hf_config: PretrainedConfig) -> bool:
@@ -107,7 +115,8 @@ def read_teacher(path: str, model: str, config: ModelConfig) -> PretrainedConfig
     check_vocabulary(hf_config, ours_config, f"--teacher {path}")
     if auto_class(hf_config) is not auto_class(ours_config):
         raise ValueError(f"--teacher {path} must read images if --model does, and else not")
-    theirs, ours = (read_tokenizer(folder, config).get_vocab().items() for folder in (path, model))
+    tokenizers = read_tokenizer(path, config, "--teacher"), read_tokenizer(model, config)
+    theirs, ours = (tokenizer.get_vocab().items() for tokenizer in tokenizers)
     if differing := sorted(ours ^ theirs):
         token, number = differing[0]
         raise ValueError(f"--teacher {path} must have the tokens of --model: only one has {token!r} as {number}")

@@ -36,7 +36,7 @@ def check_reward_model(config: RewardModelConfig, model_config: ModelConfig, lon
     """The config of the model at `config.path`. Raises ValueError for a model that cannot score, or has no context for
     `longest` tokens, as the policy counts them."""
     hf_config = read_config(config.path, model_config, "--reward-model.path", SCORED)
-    if not read_tokenizer(config.path, model_config).chat_template:
+    if not read_tokenizer(config.path, model_config, "--reward-model.path").chat_template:
         raise ValueError(f"the tokenizer of {config.path} (--reward-model.path) has no chat template")
     check_context(hf_config, longest, f"--reward-model.path {config.path}")
     return hf_config
@@ -47,7 +47,7 @@ class RewardModel:
 
     def __init__(self, config: RewardModelConfig, model_config: ModelConfig, world: World):
         self.weight, self.world = config.weight, world
-        self.tokenizer = read_tokenizer(config.path, model_config)
+        self.tokenizer = read_tokenizer(config.path, model_config, "--reward-model.path")
         self.model = load_critic(config.path, model_config, world, Weights(frozen=True))
         self.longest = context_length(self.model.backbone.config)
 

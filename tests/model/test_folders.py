@@ -17,10 +17,10 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
-from common.model.loading import Weights, load_critic, load_policy, read_config
+from common.model.loading import Weights, load_critic, load_policy, read_config, read_tokenizer
 from common.model.policy import ModelConfig
 from common.source.folder import check_folder
-from tools.model_source import resolve
+from tools.model_source import read_adapter, resolve
 
 FLOAT32 = ModelConfig(compute_dtype="float32")
 SIZES = {
@@ -259,6 +259,70 @@ def test_a_run_folder_is_told_from_its_model(tmp_path):
     (tmp_path / "checkpoints/step_1/manifest.json").write_text("{}")
     with pytest.raises(ValueError, match=r"step_1 holds no config.json: .*tools.checkpoints export .*step_1 OUT`"):
         check_folder(str(tmp_path / "checkpoints/step_1"), "--critic-model")
+
+
+def rewrite(name: str, content):
+    """Of a tokenizer's folder: write this file. `content`: bytes, or what changes its JSON."""
+    def change(folder: Path) -> None:
+        file = folder / name
+        made = content if isinstance(content, bytes) else json.dumps(content(json.loads(file.read_text()))).encode()
+        file.write_bytes(made)
+    return change
+
+
+def without_tokenizer(folder: Path) -> None:
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+
+
+TOKENIZERS = {
+    "none": without_tokenizer,
+    "no file of tokens": lambda folder: (folder / "tokenizer.json").unlink(),
+    "cut": lambda folder: os.truncate(folder / "tokenizer.json", 1000),
+    "empty": rewrite("tokenizer.json", b""),
+    "another object": rewrite("tokenizer.json", b"{}"),
+    "a list": rewrite("tokenizer.json", b"[]"),
+    "bytes": rewrite("tokenizer.json", b"\xff\xfe\x00"),
+    "pointer of git-lfs": rewrite("tokenizer.json", b"version https://git-lfs.github.com/spec/v1\n"),
+    "another kind": rewrite("tokenizer.json", lambda x: x | {"model": x["model"] | {"type": "Nope"}}),
+    "damaged config": rewrite("tokenizer_config.json", b"{"),
+    "a list as config": rewrite("tokenizer_config.json", b"[]"),
+    "code of its own": rewrite("tokenizer_config.json", lambda x: x | {
+        "auto_map": {"AutoTokenizer": ["x.Y", None]}, "tokenizer_class": "Y"}),
+}
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_a_tokenizer_that_cannot_be_read_is_one_line(kind, tiny_llama, tmp_path):
+    folder = shutil.copytree(tiny_llama, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    TOKENIZERS[kind](folder)
+    with pytest.raises(ValueError, match=r"^--teacher .*/model: no tokenizer can be read \(.*\): copy") as caught:
+        read_tokenizer(str(folder), FLOAT32, "--teacher")
+    assert "\n" not in str(caught.value)
+
+
+ADAPTERS = {
+    "no base": (lambda folder: change_json(folder / "adapter_config.json", base_model_name_or_path=None),
+                "adapter_config.json has no base_model_name_or_path: merge"),
+    "no rank": (lambda folder: change_json(folder / "adapter_config.json", r=0), "adapter_config.json has no r: "),
+    "cut": (lambda folder: os.truncate(folder / "adapter_model.safetensors", 90),
+            "adapter_model.safetensors is no complete safetensors file"),
+    "pickle": (lambda folder: (folder / "adapter_model.safetensors").unlink(), "lacks adapter_model.safetensors: a"),
+    "damaged": (lambda folder: (folder / "adapter_config.json").write_text("{"), "adapter_config.json is damaged"),
+}
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_adapters_that_cannot_be_read_are_one_line(kind, tmp_path):
+    settings = {"peft_type": "LORA", "base_model_name_or_path": "base", "r": 2, "lora_alpha": 4}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    names = [f"base_model.model.model.layers.0.self_attn.q_proj.lora_{x}.weight" for x in "AB"]
+    save_file({name: torch.ones(2, 2) for name in names}, tmp_path / "adapter_model.safetensors")
+    assert len(read_adapter(tmp_path)[1]) == 2
+    change, message = ADAPTERS[kind]
+    change(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        read_adapter(tmp_path)
 
 
 HEADS = {
