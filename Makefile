@@ -34,8 +34,8 @@ quickstart: model data ## train a real chat model with GRPO (or SCRIPT=mine.py) 
 	.venv/bin/python $(SCRIPT) --run-dir $(RUN) $(TASK) --eval-prompts 48 --eval-every 0 --save.every 0 $(ARGS)
 	.venv/bin/python -m tools.report $(RUN)
 	echo "model $(MODEL) · data $(DATA) · run (report.html, metrics.jsonl, trained model, checkpoint) $(RUN)"
-try: model data ## three steps of SCRIPT=mine.py on a tiny model (15 seconds), and what it does in numbers
-	@.venv/bin/python -m tools.try_script $(SCRIPT) $(ARGS)
+try: model data ## three steps of SCRIPT=mine.py FLAGS="--its-flags" on a tiny model, and what it does in numbers
+	@.venv/bin/python -m tools.try_script $(SCRIPT) $(FLAGS) $(ARGS)
 learn seeds adapters optimizers: model data ## the quickstart with every script (40 minutes), three seeds (20), LoRA ranks (25), Muon beside AdamW
 	@TASK="$(TASK) $(ARGS)" tests/bench/curves.sh $@
 reward-model: model data ## pairs of responses, a reward model, ppo.py with it (SEEDS="1 2 3": about 35 minutes each), curves
@@ -51,9 +51,9 @@ bench: model data ## all of tests/bench into tests/evidence/bench.jsonl (1 hour)
 	.venv/bin/python -m tests.bench $(BENCHES)
 lint: setup ## ruff
 	@.venv/bin/ruff check .
-test: model data ## all tests on the real model, then lint; SCRIPT=mine.py tests that script; ARGS="-k packing" picks some
+test: model data ## all tests on the real model, then lint; SCRIPT=mine.py FLAGS="--its-flags" tests that script; ARGS="-k packing" picks some
 	@tools/setup.sh extras
-	export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} SCRIPT=$(SCRIPT)
+	export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} SCRIPT=$(SCRIPT) SCRIPT_FLAGS='$(FLAGS)'
 	.venv/bin/python -m pytest $(if $(filter grpo.py,$(SCRIPT)),-n $${JOBS:-2} --dist loadfile --no-loadscope-reorder,\
 		tests/scripts/test_any_script.py) $(ARGS)
 	.venv/bin/ruff check .

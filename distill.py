@@ -165,8 +165,8 @@ def main(args: Args) -> None:
             raise ValueError(f"--teacher {' '.join(args.teacher)} must name each data_source of --train-data and no "
                              f"other: {', '.join(sorted(run.train_set.loaded.data_sources))}")
         engine, max_tokens = run.start_engine(args.max_tokens_per_gpu, tuple(paths.values()))
-        policy, optimizer = run.load_trained(args.model, args.optim)
-        teachers = [run.load_frozen(path) for path in paths.values()]
+        policy, optimizer = run.load_policy("policy", args.model, args.optim)
+        teachers = [run.load_frozen(f"teacher {source}", path) for source, path in paths.items()]
         run.describe(
             f"{args.divergence} to {len(teachers)} teacher(s), top k {args.top_k}; reward coef {args.reward_coef:g}; "
             f"{args.answers_per_step} rows with the data's answer",

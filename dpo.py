@@ -160,14 +160,14 @@ def main(args: Args) -> None:
         ), args.rows_per_step)
         run.max_sequence_length = int(run.train_set.lengths.max())
         max_tokens = run.plan_memory(args.max_tokens_per_gpu)
-        policy, optimizer = run.load_trained(args.model, args.optim)
+        policy, optimizer = run.load_policy("policy", args.model, args.optim)
         num_epochs = run.total_steps * args.rows_per_step / len(run.train_set)
         run.describe(
             f"{args.loss}, beta {args.beta:g}, label smoothing {args.label_smoothing:g}, {num_epochs:.2f} epochs",
             args.rows_per_step, 2, 1, 1,
         )
         # the reference is scored once: the rows of all steps, those before a resume too, and those of validation
-        reference = run.load_frozen(args.model)
+        reference = run.load_frozen("reference", args.model)
         run.resume()
         num_before = run.sampler.epoch * len(run.train_set) + run.sampler.position  # perhaps with other --rows-per-step
         num_drawn = num_before + args.rows_per_step * (run.total_steps - run.first_step)

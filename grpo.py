@@ -100,8 +100,8 @@ def main(args: Args) -> None:
     reference_path = args.model if args.kl_loss_coef else ""
     with Run(args, P, correction) as run:
         engine, max_tokens = run.start_engine(args.max_tokens_per_gpu, reference_path)
-        policy, optimizer = run.load_trained(args.model, args.optim)
-        reference = run.load_frozen(reference_path) if reference_path else None
+        policy, optimizer = run.load_policy("policy", args.model, args.optim)
+        reference = run.load_frozen("reference", reference_path) if reference_path else None
         run.describe(
             f"clip {args.clip_low:g} {args.clip_high:g} {args.clip_dual:g}, norm by std {args.norm_by_std}; "
             f"KL coef {args.kl_loss_coef:g}, entropy coef {args.entropy_coef:g}",

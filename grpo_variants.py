@@ -257,8 +257,8 @@ def main(args: Args) -> None:
     norm_by_std = args.loss != "dr_grpo" if args.norm_by_std is None else args.norm_by_std
     with Run(args, P, correction) as run:
         engine, max_tokens = run.start_engine(args.max_tokens_per_gpu, reference_path)
-        policy, optimizer = run.load_trained(args.model, args.optim)
-        reference = run.load_frozen(reference_path) if reference_path else None
+        policy, optimizer = run.load_policy("policy", args.model, args.optim)
+        reference = run.load_frozen("reference", reference_path) if reference_path else None
         run.describe(
             f"{args.advantage}, KL coef in the reward {args.kl_reward_coef:g}; {settings.describe()}; "
             f"KL coef {args.kl_loss_coef:g}, entropy coef {args.entropy_coef:g}",

@@ -5,7 +5,8 @@ advantage, with the sign turned, in the clipped loss of grpo.py. r(y) = log p(y)
 
     dpo, ipo: the loss of pairs of dpo.py; the best and the worst response of a group are chosen and rejected
               SPIN (arXiv 2401.01335): the data's answer is chosen, each response rejected (--answer-key)
-    sppo = mean over responses of  (r - R / beta + log mean_g exp(R / beta))^2     (Wu et al. 2024, arXiv 2405.00675)
+    sppo = mean over responses of  (r - (P - 1/2) / beta)^2        P: win rate in the group (SPPO, arXiv 2405.00675)
+    sppo-exact = the same of       (r - R / beta + log mean_g exp(R / beta))^2
 
     torchrun --standalone --nproc-per-node 8 online_dpo.py --model Qwen/Qwen2.5-1.5B-Instruct \\
         --train-data data/gsm8k/train.parquet --val-data data/gsm8k/test.parquet
@@ -29,7 +30,7 @@ from common.metrics import preference_metrics, spread
 from common.rollout import scatter_fields, sum_per_response
 from common.rollouts.answers import add_answers
 from common.run import Run, RunArgs
-from common.segments import group_log_mean_exp
+from common.segments import best_and_worst, group_log_mean_exp, group_win_rate
 
 
 @dataclass
@@ -51,8 +52,8 @@ class Args(RunArgs):
     that fits in a GPU's memory, by calculation; 16384 on CPUs."""
 
     # the objective
-    loss: Literal["dpo", "ipo", "sppo"] = "dpo"
-    """Loss of a pair: a function in this file; sppo: loss of a response."""
+    loss: Literal["dpo", "ipo", "sppo", "sppo-exact"] = "dpo"
+    """Loss of a pair, or with sppo and sppo-exact of a response: a function in this file."""
     beta: float = 0.1
     """Factor of the margin, large: near the reference; ipo aims at 1 / (2 beta); sppo: 1 / eta, 0.001 in its paper."""
     answer_key: str = ""
@@ -87,17 +88,10 @@ def check(args: Args) -> None:
     if args.beta <= 0 or args.refresh_reference_every < 0 or (args.lora.rank and args.refresh_reference_every):
         raise ValueError(f"--beta {args.beta} must be above 0, --refresh-reference-every "
                          f"{args.refresh_reference_every} at least 0 (0 with --lora.rank: its reference is fixed)")
-    if args.answer_key and args.loss == "sppo":
+    if args.answer_key and args.loss not in OF_PAIRS:
         raise ValueError(f"--answer-key {args.answer_key} is for losses of pairs: --loss dpo or ipo")
     if resolve_correction(args.correction).bypass:
         raise ValueError("--correction.bypass: pairs need the old policy's log-prob of every response")
-
-
-def best_and_worst(rewards: Tensor, group: Tensor) -> Tensor:
-    """Numbers of chosen, rejected, chosen, ... [2 P]: from each group with two different rewards. NaN: no reward."""
-    members = [m[rewards[m].isfinite()] for m in group.argsort(stable=True).split(group.bincount().tolist())]
-    pairs = [(m[rewards[m].argmax()], m[rewards[m].argmin()]) for m in members if len(rewards[m].unique()) > 1]
-    return torch.tensor(pairs, dtype=torch.int64).flatten()
 
 
 def dpo_loss(log_ratio: Tensor, beta: float, rewards: Tensor, group: Tensor) -> Tensor:
@@ -111,11 +105,17 @@ def ipo_loss(log_ratio: Tensor, beta: float, rewards: Tensor, group: Tensor) -> 
 
 
 def sppo_loss(log_ratio: Tensor, beta: float, rewards: Tensor, group: Tensor) -> Tensor:
-    """log p / p_ref, rewards and groups of responses [S] -> the loss of each [S], 0 for p_ref exp(R / beta) / Z."""
+    """log p / p_ref, rewards, groups of responses [S] -> the loss of each [S] (algorithm 1, log Z = 1 / (2 beta))."""
+    return (log_ratio - (group_win_rate(rewards, group) - 0.5) / beta).square()
+
+
+def sppo_exact_loss(log_ratio: Tensor, beta: float, rewards: Tensor, group: Tensor) -> Tensor:
+    """The same with rewards for win rates and Z estimated from the group: 0 for p = p_ref exp(R / beta) / Z."""
     return (log_ratio - rewards / beta + group_log_mean_exp(rewards / beta, group)).square()
 
 
-LOSSES = {"dpo": dpo_loss, "ipo": ipo_loss, "sppo": sppo_loss}
+LOSSES = {"dpo": dpo_loss, "ipo": ipo_loss, "sppo": sppo_loss, "sppo-exact": sppo_exact_loss}
+OF_PAIRS = "dpo", "ipo"
 
 
 def clipped_loss(logp: Tensor, old_logp: Tensor, advantage: Tensor, args: Args) -> tuple[Tensor, dict[str, Tensor]]:
@@ -139,10 +139,8 @@ def main(args: Args) -> None:
     reference_path = args.model                                     # responses are compared by log p - log p_ref
     with Run(args, P, correction) as run:
         engine, max_tokens = run.start_engine(args.max_tokens_per_gpu, reference_path)
-        policy, optimizer = run.load_trained(args.model, args.optim)
-        reference = run.load_frozen(reference_path) if reference_path else None
-        if args.refresh_reference_every:                            # it is in checkpoints; SGD has no state of its own
-            run.optimizers["reference"] = torch.optim.SGD(reference.parameters())
+        policy, optimizer = run.load_policy("policy", args.model, args.optim)
+        reference = run.load_frozen("reference", reference_path, is_saved=bool(args.refresh_reference_every))
         run.describe(
             f"{args.loss}, beta {args.beta:g}; clip {args.clip_low:g} {args.clip_high:g} {args.clip_dual:g}; "
             f"KL coef {args.kl_loss_coef:g}, entropy coef {args.entropy_coef:g}",
@@ -160,7 +158,7 @@ def main(args: Args) -> None:
             if args.answer_key:
                 rollout, numbers = add_answers(sampled, run, args.answer_key)
             rewards = rollout.scores                                                            # [S] NaN: no reward
-            if args.loss != "sppo" and not args.answer_key:
+            if args.loss in OF_PAIRS and not args.answer_key:
                 numbers = best_and_worst(rewards, rollout.group)
 
             # 3 mini-batches: each response moves to the rank that trains on it
@@ -184,7 +182,7 @@ def main(args: Args) -> None:
                 log_ratio = sum_per_response(batch, (batch.old_logp - batch.ref_logp) * batch.mask, len(rollout))
                 log_ratio.requires_grad_()                                                              # [S]
                 loss = LOSSES[args.loss](log_ratio[numbers], args.beta, rewards[numbers], rollout.group[numbers])
-                if args.loss != "sppo":
+                if args.loss in OF_PAIRS:
                     run.metrics |= preference_metrics(log_ratio[numbers], args.beta) if len(loss) else {}
                     run.metrics["preference/pairs"] = len(loss)
                 run.metrics["train/loss"] = loss.sum().item() / max(len(loss), 1)

@@ -158,9 +158,9 @@ def main(args: Args) -> None:
             raise ValueError(f"--critic-warmup-steps {args.critic_warmup_steps} must be from 0 to below the "
                              f"{run.total_steps} steps of the run (--total-steps, --total-epochs)")
         engine, max_tokens = run.start_engine(args.max_tokens_per_gpu, reference_path, critic_path)
-        policy, optimizer = run.load_trained(args.model, args.optim)
-        critic, critic_optimizer = run.load_critic(critic_path, args.critic_optim)
-        reference = run.load_frozen(reference_path) if reference_path else None
+        policy, optimizer = run.load_policy("policy", args.model, args.optim)
+        critic, critic_optimizer = run.load_critic("critic", critic_path, args.critic_optim)
+        reference = run.load_frozen("reference", reference_path) if reference_path else None
         run.describe(
             f"GAE gamma {args.gamma:g}, lambda {args.lam:g}; critic lr {args.critic_optim.lr:g}; KL coef in the reward "
             f"{args.kl_reward_coef:g} ({args.kl_controller}); "

@@ -183,8 +183,8 @@ def main(args: Args) -> None:
     reference_path = args.model if args.kl_loss_coef or args.kl_reward_coef else ""
     with Run(args, P, correction) as run:
         engine, max_tokens = run.start_engine(args.max_tokens_per_gpu, reference_path)
-        policy, optimizer = run.load_trained(args.model, args.optim)
-        reference = run.load_frozen(reference_path) if reference_path else None
+        policy, optimizer = run.load_policy("policy", args.model, args.optim)
+        reference = run.load_frozen("reference", reference_path) if reference_path else None
         policy.keeps_sum_p2 = baseline.optimal
         run.describe(
             f"{args.baseline}, {args.loss}, KL coef in the reward {args.kl_reward_coef:g}; "

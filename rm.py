@@ -158,7 +158,7 @@ def main(args: Args) -> None:
         ), args.rows_per_step)
         run.max_sequence_length = int(run.train_set.lengths.max())
         max_tokens = run.plan_memory(args.max_tokens_per_gpu)
-        model, optimizer = run.load_trained(args.model, args.optim, load_scorer)
+        model, optimizer = run.load_policy("policy", args.model, args.optim, load_scorer)
         assert isinstance(model, Scorer)
         num_epochs = run.total_steps * args.rows_per_step / len(run.train_set)
         run.describe(

@@ -111,7 +111,7 @@ def main(args: Args) -> None:
         ), args.rows_per_step)
         run.max_sequence_length = int(run.train_set.lengths.max())
         max_tokens = run.plan_memory(args.max_tokens_per_gpu)
-        policy, optimizer = run.load_trained(args.model, args.optim)
+        policy, optimizer = run.load_policy("policy", args.model, args.optim)
         num_epochs = run.total_steps * args.rows_per_step / len(run.train_set)
         run.describe(f"sft, {num_epochs:.2f} epochs", args.rows_per_step, 1, 1, 1)
         run.resume()

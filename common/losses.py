@@ -43,6 +43,10 @@ def token_weights(minibatch: Minibatch, aggregation: str, masks: Sequence[Tensor
             f"has_gradient is False for them, and this term may need them: let has_gradient be True for the responses "
             f"of this term in run.to_minibatches, and give counts_left_out=False here (True: this mean counts them)"
         )
+    divides = aggregation == "seq-mean-token-sum-norm"
+    if divides and not (norm_length or 0) > 0:
+        raise ValueError(f"token_weights: norm_length is {norm_length}: {aggregation} divides by this constant, which "
+                         f"must be above 0, e.g. args.rollout.max_response_length")
     for batch, mask in zip(minibatch, masks or []):
         if (mask & ~batch.mask).any():
             raise ValueError("token_weights: a mask is True on a token that the policy did not sample, whose log-prob "
@@ -55,7 +59,7 @@ def token_weights(minibatch: Minibatch, aggregation: str, masks: Sequence[Tensor
         here.index_add_(0, batch.index.clamp(min=0), segment_sum(mask.double(), batch.cu_seqlens))
     counts = all_sum(here) + left_out                                                   # [S] tokens of each response
     tokens, responses = int(counts.sum()), int((counts > 0).sum())
-    norm = norm_length if aggregation == "seq-mean-token-sum-norm" else 1.0
+    norm = norm_length if divides else 1.0
     denominator = {"token-mean": tokens, "token-sum": 1.0}.get(aggregation, responses * norm)
     of_response = torch.full_like(counts, 1 / denominator if denominator else 0.0)      # [S]
     if aggregation == "seq-mean-token-mean":

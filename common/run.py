@@ -18,9 +18,8 @@ from common.dataset.store import load_prompts
 from common.engine.base import Engine, EngineSetup, RolloutConfig, validation_sampling
 from common.engine.make import check_rollout, make_engine, stop_tokens
 from common.metrics import Meter
-from common.model.lora import Reference
 from common.model.offload import Offload, OffloadConfig
-from common.model.policy import PackedModel, Policy
+from common.model.policy import PackedModel
 from common.model.reward_model import RewardModel, RewardModelConfig
 from common.parallel.ranks import print_on_main, seed_of
 from common.prompts import DataConfig
@@ -108,18 +107,11 @@ class Run(Training):
             self.scoring.model = RewardModel(args.reward_model, args.policy, self.world)
         return self.engine, self.max_tokens if self.world.trains else 0
 
-    def _before_loading(self) -> None:
-        super()._before_loading()
+    def _before_loading(self, name: str) -> None:
+        super()._before_loading(name)
         if "engine" not in vars(self):
             raise RuntimeError("call run.start_engine(...) before the models are loaded: it measures the memory that "
                                "is free for it")
-
-    def load_frozen(self, path: str) -> Policy | Reference:
-        """As Training's; it is moved to the host with the other models (--offload.params)."""
-        model = super().load_frozen(path)
-        if isinstance(model, PackedModel):
-            self.models["reference" if path == self.args.model else path] = model
-        return model
 
     def _resume(self) -> None:
         """Continue from a checkpoint. A run that starts is validated."""
@@ -149,6 +141,7 @@ class Run(Training):
         with self.timer("gen"), self.tracker.progress("rollout", num_responses) as self.scoring.advance:
             # a checkpoint may hold what is in flight, which is dropped if --rollout.in-flight is 1 now
             if sampling.in_flight > 1 or self.script_state.get("in_flight"):
+                self._check_in_flight()
                 pending = continue_rollout(source, request, self.script_state, self.sampler, self.meter)
             else:
                 pending = start_rollout(source, request)
@@ -156,6 +149,14 @@ class Run(Training):
             self.checkpoints.check()
         pending.step = self.step
         return pending
+
+    def _check_in_flight(self) -> None:
+        """Raise ValueError if responses that one policy began would be continued by another."""
+        sampler = next((name for name, model in self.models.items() if model is self.engine.policy), "policy")
+        began = self.script_state.setdefault("in_flight_policy", sampler)
+        if began != sampler:
+            raise ValueError(f"--rollout.in-flight: responses that the policy {began} began would be continued by the "
+                             f"policy {sampler}: set --rollout.in-flight 1 where several policies sample")
 
     def collect(self, pending: PendingRollout | RemoteRollout, meter: Meter | None = None) -> Rollout:
         """Wait for the scores. `meter` takes the scorers' numbers; default: that of the step. An engine that is awake
@@ -166,7 +167,7 @@ class Run(Training):
         with self.timer("reward"):
             rollout = pending.collect(self.meter if meter is None else meter)
         if must_sleep:
-            self.engine.wake(self.policy)
+            self.engine.wake(self.engine.policy)
         self.num_sampled_tokens += float(rollout.response_lengths.sum())
         return rollout
 

@@ -84,6 +84,21 @@ def group_log_mean_exp(x: Tensor, group: Tensor) -> Tensor:
     return top + group_mean((x - top).exp(), group).log()
 
 
+def group_win_rate(x: Tensor, group: Tensor) -> Tensor:
+    """[S] -> [S]: for each response the share of its group's values, its own included, that are below it; equal ones
+    count half. Ignores NaN, and is NaN for one."""
+    is_mate = (group[:, None] == group) & ~x.isnan()                                                    # [S, S]
+    wins = ((x[:, None] > x).to(x.dtype) + (x[:, None] >= x).to(x.dtype)) / 2
+    return torch.where(x.isnan(), torch.nan, (wins * is_mate).sum(1) / is_mate.sum(1))
+
+
+def best_and_worst(rewards: Tensor, group: Tensor) -> Tensor:
+    """Numbers of chosen, rejected, chosen, ... [2 P]: from each group with two different rewards. NaN: no reward."""
+    members = [m[rewards[m].isfinite()] for m in group.argsort(stable=True).split(group.bincount().tolist())]
+    pairs = [(m[rewards[m].argmax()], m[rewards[m].argmin()]) for m in members if len(rewards[m].unique()) > 1]
+    return torch.tensor(pairs, dtype=torch.int64).flatten()
+
+
 def group_lead(x: Tensor, group: Tensor) -> Tensor:
     """[S] -> [S]: each group's largest value gets its lead over the second largest; all others get 0 (ties, too)."""
     x = x.nan_to_num(nan=-torch.inf)

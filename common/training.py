@@ -36,6 +36,7 @@ from common.model.lora import LoRAConfig, Reference
 from common.model.memory_plan import MemoryPlan
 from common.model.optimizers import WEIGHTS, make_optimizer
 from common.model.policy import Critic, ModelConfig, PackedModel, Policy
+from common.model.sharding import num_changes
 from common.optim import OptimConfig
 from common.parallel import ranks
 from common.prompts import PromptSampler
@@ -78,8 +79,9 @@ class TrainArgs:
     log: LogConfig = field(default_factory=LogConfig)
 
 
+FLOAT32_FROZEN = Weights(frozen=True, frozen_dtype=torch.float32)
 BEGIN = "with Run(args, ...) as run: (with Training(args) as run: in scripts that do not sample)"
-LOAD, STEPS = "run.load_trained(args.model, args.optim)", "for step in run.steps():"
+LOAD, STEPS = 'run.load_policy("policy", args.model, args.optim)', "for step in run.steps():"
 CALL_FIRST = {
     **dict.fromkeys(("watchdog", "world", "hf_config", "tokenizer", "scoring", "recorder"), BEGIN),
     **dict.fromkeys(("train_set", "val_set", "sampler", "total_steps"), f"{BEGIN}, or run.load_data(...)"),
@@ -159,32 +161,54 @@ class Training:
         ranks.print_on_main(self.world, f"memory {why}")
         return self.max_tokens
 
-    def load_trained(self, path: str, optim: OptimConfig, load=load_policy) -> tuple[Policy, torch.optim.Optimizer]:
-        """The policy, a causal LM (or what else `load` makes), and its optimizer. Raises RuntimeError before the engine
-        was started, because the engine measures how much memory is free."""
+    def load_policy(self, name: str, path: str, optim: OptimConfig,
+                    load: Callable[..., Any] = load_policy) -> tuple[Policy, torch.optim.Optimizer]:
+        """A causal LM that is trained (or what else `load` makes), and its optimizer. The one named "policy" is
+        `run.policy`, which is validated and exported. Raises RuntimeError before the engine was started, because the
+        engine measures how much memory is free, and for a name that is taken, as checkpoints hold models by name."""
         self.watchdog.phase("setup of models")
         set_seed(ranks.seed_of(self.args.seed))  # vLLM has seeded random, numpy and torch otherwise
-        self.policy, optimizer = self._load("policy", load, path, optim)
-        return self.policy, optimizer
+        model, optimizer = self._load(name, load, path, optim)
+        if name == "policy":
+            self.policy = model
+        return model, optimizer
 
-    def load_critic(self, path: str, optim: OptimConfig, name: str = "critic") -> tuple[Critic, torch.optim.Optimizer]:
-        """A backbone with a scalar head, and its optimizer. `name`: in checkpoints; a second critic has another."""
+    def load_critic(self, name: str, path: str, optim: OptimConfig) -> tuple[Critic, torch.optim.Optimizer]:
+        """A backbone with a scalar head, and its optimizer."""
         return self._load(name, load_critic, path, optim)
 
-    def load_frozen(self, path: str) -> Policy | Reference:
-        """A causal LM that is not trained. With adapters, and for the policy's own `path`, the policy without them."""
-        self._before_loading()
-        return load_frozen(path, self.args, self.policy, self.world)
+    def load_frozen(self, name: str, path: str, is_saved: bool = False) -> Policy | Reference:
+        """A causal LM without a gradient, in the compute dtype. With adapters, and for the policy's own `path`, it is
+        the policy without them. `is_saved`: checkpoints hold it, because the script copies other weights into it."""
+        self._before_loading(name)
+        model = load_frozen(path, self.args, self.policy, self.world)
+        if isinstance(model, PackedModel):
+            self.models[name] = model
+        if is_saved:
+            self.optimizers[name] = torch.optim.SGD(model.parameters())  # for the checkpoint: it has no state, no step
+        return model
 
-    def _before_loading(self) -> None:
+    def load_average(self, name: str, path: str) -> Policy:
+        """A causal LM without a gradient that the script moves, in float32 and in checkpoints: an average over steps of
+        the policy's weights. In bfloat16, a step of less than 1/256 of a weight would be lost."""
+        self._before_loading(name)
+        if self.args.lora.rank:
+            raise ValueError(f"--lora.rank {self.args.lora.rank}: {name} has no adapters that could follow those of "
+                             f"the policy; this script needs --lora.rank 0")
+        self.models[name] = load_policy(path, self.args.policy, self.world, FLOAT32_FROZEN)
+        self.optimizers[name] = torch.optim.SGD(self.models[name].parameters())
+        return self.models[name]
+
+    def _before_loading(self, name: str) -> None:
+        if name in self.models:
+            raise RuntimeError(f"{name} is loaded already, and a checkpoint would hold one of the two: give the second "
+                               f"another name")
         if self.has_resumed:
             raise RuntimeError(f"models must be loaded before run.resume() and before {STEPS} "
                                f"because a checkpoint fills all of them together")
 
     def _load(self, name: str, load: Callable[..., Any], path: str, optim: OptimConfig) -> tuple[Any, Any]:
-        self._before_loading()
-        if name in self.models:
-            raise RuntimeError(f"{name} is loaded already, and a checkpoint would hold one of the two: give a name")
+        self._before_loading(name)
         args = self.args
         self.models[name] = load(path, args.policy, self.world, Weights(lora=args.lora, dtype=WEIGHTS[optim.kind]))
         self.optimizers[name] = make_optimizer(self.models[name], optim)
@@ -218,6 +242,7 @@ class Training:
         self.hf_files = hf_files(args.model, self.policy.lm.config, self.tokenizer, dtype)
         self.has_resumed = True
         parts = {name: (self.models[name], optimizer) for name, optimizer in self.optimizers.items()}
+        self.frozen = {name: num_changes(model) for name, model in self.models.items() if name not in self.optimizers}
         self.checkpoints = Checkpoints(args, self.world, parts, self.hf_files, self.watchdog)
         state = self.checkpoints.resume()
         self.tracker = Tracker(args.log, args.run_dir, args, self.world, state.get("tracker", {}))
@@ -228,7 +253,8 @@ class Training:
         self.is_validated = bool(state) and not self.metrics
         self.timer = Timer(self.watchdog.phase)
         if state:
-            self.policy.version += 1  # not the model of --model's folder
+            for name in self.optimizers:
+                self.models[name].version += 1  # not the model of its folder
             self.sampler.load_state_dict(state["sampler"])
             self.script_state = state["script"]
 
@@ -303,6 +329,11 @@ class Training:
         signal interrupted validation; the resumed run validates and logs this step."""
         self.check_unfinished(step)
         self.is_finished = True
+        for name, before in self.frozen.items():
+            if num_changes(self.models[name]) != before:
+                raise RuntimeError(f"this script has changed the weights of {name}, which no checkpoint holds: load it "
+                                   f"with run.load_average (float32, for an average over steps), or with "
+                                   f"run.load_frozen(..., is_saved=True) (for copies of other weights)")
         args, done = self.args, step + 1
         flops = update_flops(chain(*minibatches), self.hf_config, args.policy.share_prompt, args.lora.rank)
         flops *= self.updated_microbatches / max(sum(map(len, minibatches)), 1)  # passes over them

@@ -3,12 +3,14 @@
     python -m tools.try_script mine.py --my-flag 0.5                # 20 seconds; flags after the script go to it
 
 The Hugging Face engine samples, in float32. The reward needs no capable model: it is 1 for texts of odd length, and in
-some groups the same for all. The first step runs again with --run-zero-advantage: the gradient must be the same.
+some groups the same for all. The steps run twice more: with --run-zero-advantage, where each gradient must be the same,
+and in the data type that the script has by default, where numbers may differ by rounding only.
 """
 
 import importlib
 import json
 import os
+import re
 import runpy
 import sys
 import time
@@ -20,6 +22,7 @@ TINY = ROOT / "models/tiny"
 DATA = ROOT / "data/word_problems/train.parquet"
 STEPS = 3
 SAME = 1e-4  # of two gradient norms in float32
+FAR = 0.5  # of a number in the script's data type and in float32: rounding of a tiny model is far below it
 FOUND = "the loss has a gradient on responses that were left out: let has_gradient be True for them"
 MODULES = ("common.run", "common.correction", "common.losses", "common.engine.hf", "pandas", "torch._dynamo",
            "transformers.models.llama.modeling_llama")
@@ -149,20 +152,42 @@ def can_compare(run_dir: Path) -> bool:
 
 
 def compare(run_dir: Path, all_ran: Path) -> str:
-    """The first steps of two runs of the same flags, the second with --run-zero-advantage: what the first one left out
-    must have no gradient. `FOUND` begins the answer if it has one."""
-    pairs = zip(rows_of(run_dir, 1), rows_of(all_ran, 1), strict=True)
-    left_out = sum(row["trained"] is None and other["trained"] is not None for row, other in pairs)
-    norms = [metrics_of(run)[0].get("actor/grad_norm") for run in (run_dir, all_ran)]
-    if not left_out:
-        return "not compared: all responses ran"
-    if None in norms:
-        return "not compared: no actor/grad_norm was reported"
-    if abs(norms[0] - norms[1]) > SAME * max(norms):
-        return (f"{FOUND} (gradient norm {norms[0]:.6g}, with --run-zero-advantage {norms[1]:.6g}); or it is divided "
-                f"by a number of the micro-batch, such as len(logp): losses.token_weights has the denominators")
-    return (f"the same gradient norm, {norms[0]:.6g}, with --run-zero-advantage; {left_out} responses were left out "
-            f"without it")
+    """The steps of two runs of the same flags, the second with --run-zero-advantage: what the first one left out must
+    have no gradient. `FOUND` begins the answer if it has one. A step is compared if it left responses out and has a
+    gradient at all."""
+    seen, left_out = [], 0
+    for step, (ours, theirs) in enumerate(zip(metrics_of(run_dir), metrics_of(all_ran), strict=True), 1):
+        pairs = list(zip(rows_of(run_dir, step), rows_of(all_ran, step), strict=True))
+        norms = [ours.get("actor/grad_norm"), theirs.get("actor/grad_norm")]
+        if None in norms:
+            return "not compared: no actor/grad_norm was reported"
+        lost = sum(row["trained"] is None and other["trained"] is not None for row, other in pairs)
+        if abs(norms[0] - norms[1]) > SAME * max(norms):
+            return (f"{FOUND} (gradient norm of step {step} {norms[0]:.6g}, with --run-zero-advantage {norms[1]:.6g}); "
+                    f"or it is divided by a number of the micro-batch, such as len(logp): losses.token_weights has the "
+                    f"denominators")
+        if lost and max(norms):
+            seen.append(f"{norms[0]:.6g} in step {step}")
+            left_out += lost
+    if not seen:
+        return "not compared: in each step all responses ran, or no response has a gradient"
+    return (f"the same gradient norms, {', '.join(seen)}, with --run-zero-advantage; {left_out} responses were left "
+            f"out without it")
+
+
+def compare_types(in_float32: Path, in_own: Path) -> str:
+    """Which numbers of the last step are not those of float32, within what rounding explains."""
+    ours, theirs = metrics_of(in_own)[-1], metrics_of(in_float32)[-1]
+    far = []
+    for name in sorted(ours.keys() & theirs.keys()):
+        largest = max(abs(ours[name]), abs(theirs[name]))
+        is_compared = name.startswith(("actor/", "critic/", "distillation/")) and largest > 1e-6
+        if is_compared and abs(ours[name] - theirs[name]) > FAR * largest:
+            far.append(f"{name} {ours[name]:.3g} (float32 {theirs[name]:.3g})")
+    dtype = json.loads((in_own / "config.json").read_text())["policy"]["compute_dtype"]
+    if not far:
+        return f"{dtype}: each number of the loss is that of float32 within rounding"
+    return f"{dtype}: not rounding alone: {', '.join(far)}"
 
 
 def main(arguments: list[str]) -> None:
@@ -188,16 +213,33 @@ def main(arguments: list[str]) -> None:
         sys.exit(code)
     said = "not compared: the script has no --run-zero-advantage, or ran with it"
     if can_compare(run_dir):
-        all_ran = run_dir.with_name(f"{run_dir.name}-all")
-        with open(run_dir / "with_run_zero_advantage.log", "w+") as log:
-            if run_script(script, [*flags, "--total-steps", "1", "--run-zero-advantage"], all_ran, log.fileno()):
-                log.seek(0)
-                sys.exit(f"{log.read()}\nerror: this is what it says with --run-zero-advantage")
-        said = compare(run_dir, all_ran)
-    print(f"\n{describe(run_dir)}\n{'with all responses':28}  {said}\n")
+        said = compare(run_dir, run_again(script, flags, run_dir, "all", ["--run-zero-advantage"]))
+    own_type = default_type(Path(script))
+    types = f"not compared: {own_type} is float32, or a flag says which"
+    if own_type != "float32" and not any(flag.startswith(("--policy.compute", "--optim.kind")) for flag in flags):
+        types = compare_types(run_dir, run_again(script, flags, run_dir, "own", ["--policy.compute-dtype", own_type]))
+    print(f"\n{describe(run_dir)}\n{'with all responses':28}  {said}\n{'data type of a run':28}  {types}\n")
     print(f"{time.monotonic() - start:.0f} s, {run_dir}")
     if said.startswith(FOUND):
         sys.exit(f"error: {said}")
+
+
+def run_again(script: str, flags: list[str], run_dir: Path, name: str, more: list[str]) -> Path:
+    """The run folder of the same steps with more flags."""
+    folder = run_dir.with_name(f"{run_dir.name}-{name}")
+    with open(run_dir / f"{name}.log", "w+") as log:
+        if run_script(script, [*flags, *more], folder, log.fileno()):
+            log.seek(0)
+            sys.exit(f"{log.read()}\nerror: this is what it says with {' '.join(more)}")
+    return folder
+
+
+def default_type(script: Path) -> str:
+    """The compute dtype that a run has without a flag."""
+    from common.model.policy import ModelConfig
+
+    changed = re.search(r'ModelConfig\(.*compute_dtype="(\w+)"', script.read_text())
+    return changed[1] if changed else ModelConfig().compute_dtype
 
 
 if __name__ == "__main__":

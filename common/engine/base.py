@@ -130,14 +130,17 @@ class Engine:
         self.pool_bytes = 0  # of the engine's own allocator on a GPU
         self.offload = Offload(OffloadConfig(), [], [])
         """Moves trainer tensors to the host while the engine is awake. Set it once the optimizer exists."""
-        self._loaded: int | None = None
-        """Version of the weights that the engine holds; None if it holds none."""
+        self.policy: Policy | None = None
+        """The policy whose weights the engine was given last."""
+        self._version = -1  # of that policy when it was given
         # where filters change the distribution, or older weights sampled some tokens, a step's own tokens are no probe
         self.probe_every = 1 if config.top_p < 1 or config.top_k or config.in_flight > 1 or world.num_samplers else 10
         self._sleeps_to_probe = 0
 
     def wake(self, policy: Policy) -> dict[str, float]:
         """Load the weights, get the cache back, check that the engine holds the trainer's weights. The order matters:
+
+        It always loads them: several policies may take turns, and weights may change by more than optimizer steps.
 
         1. torch's cached blocks go to the GPU, and the moments that a save has brought back to the host;
         2. the engine's weights get their memory, then their values, one by one; checksums are compared;
@@ -151,9 +154,11 @@ class Engine:
         for moments in self.offload.moments:
             moments.to_host()
         self._wake_weights()
-        self._policy, self._version = policy, policy.version
-        metrics = {} if self._loaded == policy.version else self._sync(policy)
-        self._loaded = policy.version
+        if policy is not self.policy:
+            self._sleeps_to_probe = 0  # what the engine makes of this one's weights was not compared by the last probe
+        self.policy = policy
+        self._version = policy.version
+        metrics = self._sync(policy)
         self.offload.params.to_host()
         self._wake_cache()
         self.awake = True
@@ -248,7 +253,7 @@ class Engine:
 
     def _check_probe(self, batch: Batch) -> dict[str, float]:
         """Means of |p_engine - p_trainer| and |log p_engine - log p_trainer| over the probe, on the worst rank."""
-        logps = torch.stack([self._policy.score(batch, self.config.temperature), batch.rollout_logp])[:, batch.mask]
+        logps = torch.stack([self.policy.score(batch, self.config.temperature), batch.rollout_logp])[:, batch.mask]
         differences = torch.stack([logps.exp(), logps]).diff(dim=1).abs().nan_to_num(nan=torch.inf)     # [2, 1, N]
         prob_diff, logp_diff = all_max(differences.mean(dim=(1, 2))).tolist()
         check_difference(prob_diff, self.config.max_probe_diff, "the probe")
@@ -258,7 +263,7 @@ class Engine:
         """Before the policy's first update after `wake`: compare engine and trainer on the tokens that were sampled in
         this step (older ones come from other weights), as `correction.measure` added them to the meter. If there are
         none, the next `sleep` has a probe."""
-        if self.probe_every == 1 or model is not self._policy or model.version != self._version:
+        if self.probe_every == 1 or model is not self.policy or model.version != self._version:
             return
         sums = [float(numbers["_training/rollout_probs_diff_fresh"]) for numbers in (meter.sums, meter.counts)]
         total, count = all_sum(sums).tolist()

@@ -73,7 +73,7 @@ class RemoteEngine(Engine):
 
     def _load(self, tensors: Iterator[tuple[str, Tensor]], sent: dict[str, Checksum]) -> tuple[int, set[str]]:
         """Tensor by tensor, so that no rank holds a whole layer of them."""
-        self.bridge.send(("weights", self._policy.described(self.dtype)))
+        self.bridge.send(("weights", self.policy.described(self.dtype)))
         for _, tensor in tensors:
             if self.world.is_main:
                 self.bridge.group.broadcast(tensor.reshape(-1).view(torch.uint8), 0).wait()

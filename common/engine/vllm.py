@@ -129,7 +129,6 @@ class VLLMEngine(Engine):
         if self.on_cpu:
             return {}
         self.llm.sleep(level=2)
-        self._loaded = None
         free, total = torch.cuda.mem_get_info()  # of the whole GPU: torch does not see the engine's pools
         return {"sleep/used_gb": (total - free) / 2**30}
 

@@ -128,7 +128,8 @@ class Weights(NamedTuple):
 
     frozen: bool = False
     lora: LoRAConfig = NO_ADAPTERS
-    dtype: torch.dtype = torch.float32  # of what is trained; frozen weights have the compute dtype: none accumulates
+    dtype: torch.dtype = torch.float32  # of what is trained
+    frozen_dtype: torch.dtype | None = None  # of what is not; None: the compute dtype, since nothing accumulates
     like: Policy | None = None  # of the same folder, unchanged since it was loaded: its shards are copied, nothing read
 
 
@@ -194,7 +195,9 @@ def _build(auto_class: type, path: str, hf_config: PretrainedConfig, config: Mod
            weights: Weights) -> PreTrainedModel:
     """The model, without memory for its weights."""
     attention = choose_attention(world.device, hf_config, config)
-    dtype = getattr(torch, config.compute_dtype) if weights.frozen or weights.lora.rank else weights.dtype
+    dtype = weights.dtype
+    if weights.frozen or weights.lora.rank:
+        dtype = weights.frozen_dtype or getattr(torch, config.compute_dtype)
     kinds = {"text_config": attention, "vision_config": "sdpa"} if hf_config.model_type in FAMILIES else attention
     with torch.device("meta"), explain_failure(path, hf_config):
         model = auto_class.from_config(hf_config, dtype=dtype, attn_implementation=kinds,

@@ -42,6 +42,12 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def num_changes(model: nn.Module) -> int:
+    """Grows with each operation that writes into a weight of this rank, as autograd counts them: in the sharded tensor
+    if the operation was on it, in this rank's part if it was on that."""
+    return sum(parameter._version + local(parameter)._version for parameter in model.parameters())
+
+
 def stores(number: int, tensor: Tensor) -> bool:
     """Whether this rank stores its part of the tensor with this number in a checkpoint. Of ranks that hold the same one
     (--policy.replicas) one does, and the next tensor another one, so that they share the work. What is no DTensor is

@@ -53,10 +53,12 @@ def to_units(batch: Batch, rollout: Rollout, rewards: Tensor, reward_coef: float
     index, n, sequence, first_token = (values.long() for values in numbers)
     scores = reward_coef * scores + (rewards - reward_coef * rollout.scores)[index]
     _, group = (rollout.group[index] * len(rows) + n).unique(return_inverse=True)
-    # the turn of a token is the last one that has begun; what stands before the first turn has no mask
+    # the turn of a token is the last one that has begun; what stands before the first turn has no mask. Turns are in
+    # the episode's order, which puts its own conversation first; in the batch that one's sequences come last
     longest, of_token = int(rollout.lengths.max()) + 1, batch.sequence_ids                          # [T]
+    begins, turn_of = (sequence * longest + first_token).sort()                                     # [U]
     place = batch.number[of_token] * longest + batch.position_ids
-    turn = torch.searchsorted(sequence * longest + first_token, place, right=True) - 1              # [T]
+    turn = turn_of[torch.searchsorted(begins, place, right=True) - 1]                               # [T]
     _, lengths = torch.stack([of_token, turn]).unique_consecutive(dim=1, return_counts=True)
     starts = offsets(lengths)[:-1].long()
     number = batch.number[of_token[starts]]

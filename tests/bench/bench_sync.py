@@ -60,7 +60,6 @@ def measure_sync(engine: Engine, policy: Policy) -> dict[str, float]:
     floor = plain_copies(numel, 256 * 2**20 // dtype.itemsize, dtype, engine.world)
     engine._wake_cache()
     engine.awake = True
-    engine._loaded = policy.version
     engine.sleep()
     gb = numel * dtype.itemsize / 2**30
     return {"weights_gb": gb, "sync_s": sync, "gather_s": gather, "floor_s": floor,

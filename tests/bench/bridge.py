@@ -64,7 +64,7 @@ def work(bench: BridgeBench) -> None:
     if world.trains:
         policy = load_policy(str(MODEL), ModelConfig(), world)
         engine = remote.RemoteEngine.__new__(remote.RemoteEngine)
-        engine.world, engine.bridge, engine.dtype, engine._policy = world, bridge, dtype, policy
+        engine.world, engine.bridge, engine.dtype, engine.policy = world, bridge, dtype, policy
         engine.name_of = lambda name: name
         sizes = [(x.shape, x.dtype) for x in policy.described(dtype).values()]
         bridge.send(("sizes", sizes))

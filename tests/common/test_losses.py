@@ -661,6 +661,12 @@ def test_an_unknown_aggregation_is_refused(aggregation):
         token_weights(Minibatch([episodes()], left_out_lengths(())), aggregation)
 
 
+@pytest.mark.parametrize("norm_length", [None, 0, -1])
+def test_a_constant_to_divide_by_must_be_given(norm_length):
+    with pytest.raises(ValueError, match=rf"norm_length is {norm_length}: seq-mean-token-sum-norm divides by this"):
+        token_weights(Minibatch([episodes()], left_out_lengths(())), "seq-mean-token-sum-norm", norm_length=norm_length)
+
+
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_a_term_without_tokens_has_the_weight_0(aggregation):
     microbatches = pieces(episodes(), [[0, 1, 2, 3], [4, 5, 6, 7]])

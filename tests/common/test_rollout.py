@@ -1,6 +1,7 @@
 """Rollouts between engine, reward workers and trainer; group statistics; validation metrics against enumeration."""
 
 import itertools
+import json
 import math
 from collections import Counter
 from contextlib import nullcontext
@@ -139,7 +140,7 @@ class Told(Engine):
 
     def wake(self, policy):
         self.events.append("wake")
-        self.awake = True
+        self.policy, self.awake = policy, True
         return {}
 
     def sleep(self):
@@ -151,6 +152,19 @@ class Told(Engine):
         self.events.append("sample")
         for i in range(len(requests)):
             on_finish(i, Response([7], [-0.5], "stop"))
+
+
+def test_another_policy_does_not_go_on_with_what_is_in_flight():
+    run = Run(RunArgs(model="", train_data=()), 2, CorrectionConfig())
+    actor, critic = object(), object()
+    run.models = {"policy": actor, "critic": critic}
+    run.engine = SimpleNamespace(policy=critic)
+    for _ in range(2):                                                      # also of a resumed run
+        run._check_in_flight()
+        run.script_state = json.loads(json.dumps(run.script_state))
+    run.engine.policy = actor
+    with pytest.raises(ValueError, match="policy critic began would be continued by the policy policy: set --rollout"):
+        run._check_in_flight()
 
 
 def test_a_reward_model_scores_while_the_engine_sleeps(world):
@@ -176,10 +190,11 @@ def test_a_reward_model_scores_while_the_engine_sleeps(world):
     assert happens(lambda: run._validate(1)) == ["wake", "sample", "sleep", "score"]
     run.watchdog.signal = 15
     assert happens(lambda: run._validate(1)) == ["wake", "sample", "sleep"]
-    run.engine.wake(run.policy)
+    run.engine.wake(other := object())                                  # a second policy of the script
     for scorer, want in ((model, ["sample", "sleep", "score", "wake"]), (None, ["sample"])):
         run.scoring.model = scorer
         assert happens(lambda: run.collect(run.sample([0, 1], 2, RolloutConfig(), 0))) == want
+    assert run.engine.policy is other
     pending, run.scoring.model = run.sample([0, 1], 2, RolloutConfig(), 0), model
     run.engine.sleep()
     assert happens(lambda: run.collect(pending)) == ["score"]
@@ -602,7 +617,7 @@ def test_numbers_for_the_tokens_of_an_episode_of_several_sequences_are_refused(w
 class SampledBefore(Engine):
     def __init__(self, policy):
         """An engine that holds the policy's weights, and compares tokens instead of probing in each sleep."""
-        self._policy, self._version, self.probe_every, self._sleeps_to_probe = policy, policy.version, 3, 2
+        self.policy, self._version, self.probe_every, self._sleeps_to_probe = policy, policy.version, 3, 2
         self.config = RolloutConfig(max_probe_diff=0.05)
 
 

@@ -121,8 +121,6 @@ BREAKS = [
         ("sleep level", "sleep(level=2)", "sleep(level=1)", "weights are kept twice in host memory", ENGINE),
         ("sleep mode off", '                "enable_sleep_mode": True,\n', "", "the engine never gives memory back",
          ENGINE),
-        ("weights not sent again", "        self._loaded = None\n", "", "after a sleep the engine has no weights",
-         ENGINE),
         ("prefixes of the old weights", "if not self.llm.reset_prefix_cache() or self.", "if self.",
          "responses mix old keys and new weights", ENGINE),
         ("a failed wake goes on", " or self.llm.llm_engine.is_sleeping():", ":", "kernels on memory that is unmapped",

@@ -134,7 +134,9 @@ def test_vllm_follows_new_weights_and_comes_back(awake, policy, prompts, monkeyp
     with torch.no_grad():
         for p, old in zip(policy.parameters(), saved):
             p.to_local().copy_(old)
-    engine.wake(policy)                                             # version unchanged: nothing is loaded
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_sync", lambda policy: {})
+        engine.wake(policy)
     assert engine.sleep()["sync/probe_prob_diff"] > 5 * metrics["sync/probe_prob_diff"]
 
     policy.version += 1
@@ -158,7 +160,6 @@ def test_a_kept_prefix_cache_is_noticed(awake, policy, prompts, monkeypatch):
         patch.setattr(engine.llm, "reset_prefix_cache", lambda: True)
         engine.wake(policy)
     kept = engine.sleep()["sync/probe_prob_diff"]
-    engine._loaded = None
     engine.wake(policy)
     reset = engine.sleep()["sync/probe_prob_diff"]
     with torch.no_grad():

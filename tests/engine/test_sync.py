@@ -11,8 +11,11 @@ import psutil
 import pytest
 import torch
 
+from common.batch import Batch
 from common.engine import vllm
 from common.engine.base import SamplingConfig
+from common.model.loading import load_policy
+from common.model.policy import ModelConfig
 from tests.conftest import VLLM, launch
 from tests.engine import engine_models
 from tests.engine.engine_models import PROMPTS, SEEDS, make_model, perturb, round_trip, start
@@ -67,6 +70,31 @@ def test_a_head_that_the_engine_does_not_tie_is_an_error(world, tmp_path):
     assert engine.expert_layers == [1]                                  # the first is dense
     with pytest.raises(RuntimeError, match=r"goes into 1 weights of the engine.* \(lm_head\.weight\)"):
         engine.wake(policy)
+    engine.close()
+
+
+def test_policies_take_turns_and_each_is_sampled_with_its_own_weights(world, tmp_path):
+    """Two policies with the same number of updates, and one that changes without an update: the engine's log-probs are
+    those of the policy that it was given."""
+    model = make_model("llama", False, tmp_path)
+    engine, first = start(model, world, kind="hf")
+    engine.probe_every = 10
+    second = load_policy(model, ModelConfig(compute_dtype="float32"), world)
+    perturb(second, 0.5)
+    second.version = first.version
+    drawn = []
+    for turn, policy in enumerate([first, second, second, first, first, second]):
+        engine.wake(policy)
+        samples = generate(engine, PROMPTS, SEEDS, SamplingConfig(1.0, 6))
+        probed = engine.sleep()
+        batch = Batch.build(PROMPTS, [x.tokens for x in samples], rollout_logps=[x.logp for x in samples])
+        assert (policy.score(batch, 1.0) - batch.rollout_logp)[batch.mask].abs().max() < 2e-5, turn
+        assert ("sync/probe_prob_diff" in probed) == (turn in (0, 1, 3, 5))     # of each policy that is given anew
+        drawn.append([x.tokens for x in samples])
+        if turn == 3:
+            perturb(first, 0.5)
+            first.version -= 1                                                  # as after first.lerp_(...)
+    assert drawn[0] == drawn[3] != drawn[4] and drawn[1] == drawn[2] == drawn[5] != drawn[0]
     engine.close()
 
 

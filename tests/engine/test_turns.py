@@ -26,7 +26,8 @@ REJECTED = 7                                                            # tokens
 
 def make_samples() -> list[Sample]:
     """3 groups of 4 episodes of 0 to 4 turns. Episode 2 has no score, 5 failed and has the score 0 (--reward.on-error
-    zero); 3 and 8 are two sequences, as their history was rewritten."""
+    zero); 3 and 8 are two sequences, as their history was rewritten; 4, 9 and 10 have begun other conversations, whose
+    sequences stand before their own."""
     rng, samples = random.Random(3), []
 
     def part(num_turns: int, **fields) -> Response:
@@ -39,6 +40,8 @@ def make_samples() -> list[Sample]:
     for index in range(12):
         num_turns = {0: 1, 6: 0}.get(index, rng.randint(2, 4))
         earlier = [part(2, prompt=[4] * 3)] if index in (3, 8) else []
+        others = {4: (1,), 9: (1, 2), 10: (2, 1)}.get(index, ())
+        earlier += [part(2, prompt=[6] * number, conversation=number) for number in others]
         response = part(num_turns, prompt=[5] * rng.randint(1, 9), earlier=earlier)
         response.num_turns = num_turns + 2 * len(earlier)
         response.end_reason = "error" if index == 5 else "done"
@@ -52,9 +55,10 @@ def make_samples() -> list[Sample]:
 
 
 def tokens_of_turns(sample: Sample) -> list[list[tuple[int, int]]]:
-    """For each turn the places of its tokens: (sequence in the episode, place after its prompt)."""
+    """For each turn the places of its tokens: (sequence in the episode, place after its prompt). The turns of the
+    episode's own conversation come first, then those of the others, as an environment lists its turn_scores."""
     found = []
-    for number, (_, response) in enumerate(sample.sequences):
+    for number, (_, response) in sorted(enumerate(sample.sequences), key=lambda pair: pair[1][1].conversation):
         for is_sampled, run in groupby(enumerate(response.mask), key=lambda pair: pair[1]):
             if is_sampled:
                 found.append([(number, place) for place, _ in run])
@@ -126,7 +130,7 @@ def test_a_turn_is_compared_with_the_same_turn_of_the_group(one_rank):
     want = expected(samples, PENALTY)
     tokens = {(s.index, n, place): token for s in samples for n, (_, part) in enumerate(s.sequences)
               for place, token in enumerate(part.tokens)}
-    assert {s.response.num_turns for s in samples} >= {0, 1, 2, 3, 4}
+    assert {s.response.num_turns for s in samples} >= {0, 1, 2, 3, 4, 6}
     assert len(one_rank) > 60 and sum(tokens[place] == REJECTED for place in want) > 1
     assert len({round(advantage, 6) for advantage, _ in one_rank.values()}) > 12
     trained = {place for place in want if tokens[place] != REJECTED and place[0] != 2}

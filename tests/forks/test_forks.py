@@ -16,6 +16,7 @@ from tests.checkpoint.faulty import server
 from tests.conftest import ROOT, STOPS, launch
 from tests.forks.patches import DOCUMENT, apply, careless, documented, num_added
 from tests.forks.rewards import TOKENS
+from tests.forks.two_policies import two_policies
 from tools import try_script
 
 GRPO = (ROOT / "grpo.py").read_text()
@@ -33,7 +34,8 @@ def start(tiny_llama, small_train, tmp_path_factory):
 
     def start(fork: str, *more: str, ranks: int = 1, check: bool = True):
         folder = tmp_path_factory.mktemp("fork")
-        (folder / "mine.py").write_text(apply(forks[fork], GRPO)[0] if fork else GRPO)
+        source = two_policies(GRPO) if fork == "two_policies" else apply(forks[fork], GRPO)[0] if fork else GRPO
+        (folder / "mine.py").write_text(source)
         flags = ["--model", tiny_llama, "--train-data", small_train, "--prompts-per-step", "4", "--samples-per-prompt",
                  "4", "--total-steps", "2", "--rollout.engine", "hf", "--policy.compute-dtype", "float32",
                  "--data.max-prompt-length", "200", "--rollout.max-response-length", str(TOKENS), "--optim.lr", "1e-3",
@@ -152,10 +154,14 @@ def test_a_replay_buffer(replayed):
         [np.mean([row["prompt_length"] for row in rows[:16]]) for rows in steps])
 
 
-def test_a_replay_buffer_survives_a_kill(start, replayed, tmp_path):
-    """kill -9 as the second step is logged, then the same command again: metrics byte for byte."""
-    flags = json.loads((replayed / "config.json").read_text())
-    command = [replayed.parent / "mine.py", "--model", flags["model"], "--train-data", *flags["train_data"],
+def test_a_replay_buffer_survives_a_kill(replayed, tmp_path):
+    survives_a_kill(replayed, tmp_path)
+
+
+def survives_a_kill(whole: Path, tmp_path: Path) -> None:
+    """kill -9 as the second of three steps is logged, then the same command again: metrics byte for byte."""
+    flags = json.loads((whole / "config.json").read_text())
+    command = [whole.parent / "mine.py", "--model", flags["model"], "--train-data", *flags["train_data"],
                "--prompts-per-step", "4", "--samples-per-prompt", "4", "--total-steps", "3", "--rollout.engine", "hf",
                "--policy.compute-dtype", "float32", "--data.max-prompt-length", "200", "--rollout.max-response-length",
                str(TOKENS), "--optim.lr", "1e-3", "--reward.function", BY_LENGTH, "--reward.num-workers", "1",
@@ -163,9 +169,40 @@ def test_a_replay_buffer_survives_a_kill(start, replayed, tmp_path):
     log = tmp_path / "log"
     assert server()(log, "log:2:0:kill", *command) == -signal.SIGKILL, log.read_text()
     assert "resumed after step 1" in launch(*command, warm=True).stdout
-    for ours, theirs in zip(metrics_of(tmp_path / "run"), metrics_of(replayed), strict=True):
+    for ours, theirs in zip(metrics_of(tmp_path / "run"), metrics_of(whole), strict=True):
         compared = {name for name in theirs if not re.match(r"timing|perf|sync|sleep|rollout/tokens_per_s", name)}
         assert {name: ours[name] for name in compared} == {name: theirs[name] for name in compared}
+
+
+THREE_STEPS = [*STOPS, "--total-steps", "3", "--save.every", "1"]
+
+
+def test_two_policies(start, tmp_path):
+    """Each is sampled with its own weights, though both have the same number of updates; they differ after the first
+    step; a killed run goes on with both."""
+    run = start("two_policies", *THREE_STEPS)
+    for numbers in metrics_of(run):
+        assert max(numbers["actor/engine_is_off_by"], numbers["rival/engine_is_off_by"]) < 1e-4
+    entropies = [(numbers["actor/entropy"], numbers["rival/entropy"]) for numbers in metrics_of(run)]
+    assert abs(entropies[2][0] - entropies[2][1]) > 1e-3 and metrics_of(run)[2]["rival/grad_norm"] > 0
+    survives_a_kill(run, tmp_path)
+
+
+def test_a_teacher_that_averages_the_policy(start, tmp_path):
+    """It is the policy at first, then behind it; a killed run goes on with it."""
+    run = start("average", *THREE_STEPS)
+    norms = [numbers["actor/grad_norm"] for numbers in metrics_of(run)]
+    plain = [numbers["actor/grad_norm"] for numbers in metrics_of(start("", *THREE_STEPS, *UNSAVED))]
+    assert norms[0] == pytest.approx(plain[0], rel=1e-5) and norms[1] != pytest.approx(plain[1], rel=1e-3)
+    survives_a_kill(run, tmp_path)
+
+
+def test_an_average_in_a_frozen_model_is_refused(start):
+    """In bfloat16 it would hardly move, and a resumed run would begin it anew."""
+    said = said_by(start("average_in_a_frozen_model", *STOPS, *UNSAVED, check=False))
+    assert said == ("RuntimeError: this script has changed the weights of teacher, which no checkpoint holds: load it "
+                    "with run.load_average (float32, for an average over steps), or with run.load_frozen(..., "
+                    "is_saved=True) (for copies of other weights)")
 
 
 def sft_loss(rows: list[dict]) -> float:
@@ -224,17 +261,27 @@ def test_fields_of_a_forks_own_reach_the_rank_that_trains(start):
         assert numbers["mine/responses"] == sum(row["trained"] is not None for row in rows_of(run, step)) > 0
 
 
-@pytest.mark.parametrize("fork", ["process_in_the_loss", "sft_only_those_that_run", SFT, PROCESS_REWARD])
+@pytest.mark.parametrize("fork", ["process_in_the_loss", "sft_only_those_that_run", "average_left_out", SFT,
+                                  PROCESS_REWARD])
 def test_a_gradient_on_what_was_left_out_is_found(start, fork):
-    """What nothing can see while it runs: the comparison of `make try` and `make test`."""
-    flags = ["--reward.function", PROCESS, *UNSAVED, "--total-steps", "1"]
+    """What nothing can see while it runs: the comparison of `make try` and `make test`. A moving average is the policy
+    in the first step."""
+    flags = ["--reward.function", PROCESS, *UNSAVED]
     said = try_script.compare(start(fork, *flags), start(fork, *flags, "--run-zero-advantage"))
+    step = 2 if fork == "average_left_out" else 1
     expected = {
-        SFT: r"the same gradient norm, [\d.]+, with --run-zero-advantage; [1-9]\d* responses were left out without it",
-        PROCESS_REWARD: "not compared: all responses ran",
+        SFT: r"the same gradient norms, [\d.]+ in step 1.*, with --run-zero-advantage; [1-9]\d* responses were left "
+             r"out without it",
+        PROCESS_REWARD: "not compared: in each step all responses ran, or no response has a gradient",
     }.get(fork, r"the loss has a gradient on responses that were left out: let has_gradient be True for them "
-                r"\(gradient norm [\d.]+, with --run-zero-advantage [\d.]+\); or it is divided by a number of the .*")
+                rf"\(gradient norm of step {step} [\d.]+, with --run-zero-advantage [\d.]+\); or it is divided by .*")
     assert re.fullmatch(expected, said), said
+
+
+def test_no_gradient_at_all_is_not_the_same_gradient(start):
+    flags = ["--reward.function", NEVER, *UNSAVED]
+    said = try_script.compare(start("", *flags), start("", *flags, "--run-zero-advantage"))
+    assert said == "not compared: in each step all responses ran, or no response has a gradient"
 
 
 def test_an_update_of_its_own_is_right(start, unchanged):

@@ -28,6 +28,7 @@ from common.model.lora import LoRAConfig
 from common.model.memory_plan import Model
 from common.model.policy import ModelConfig
 from common.optim import OptimConfig, optimizer_step
+from common.training import FLOAT32_FROZEN
 from tests.conftest import VOCAB
 from tests.engine.engine_models import make_model
 from tests.model import families
@@ -185,6 +186,23 @@ def test_bfloat16_compute_keeps_float32_masters(tiny_llama, world, policy):
     assert 1e-4 < (logp.detach() - want).abs().max() < 0.1
     logp.sum().backward()
     assert all(p.dtype == p.grad.dtype == torch.float32 for p in half.parameters())
+
+
+def test_a_moving_average_is_held_in_float32(tiny_llama, world):
+    """It runs in bfloat16 as the policy does, and keeps a step that bfloat16 would lose."""
+    config = ModelConfig(compute_dtype="bfloat16")
+    policy, teacher = load_policy(tiny_llama, config, world), load_policy(tiny_llama, config, world, FLOAT32_FROZEN)
+    assert {p.dtype for p in teacher.parameters()} == {torch.float32}
+    assert not any(p.requires_grad for p in teacher.parameters())
+    batch = make_batch(VOCAB)
+    assert torch.equal(policy.score(batch, 1.0), teacher.score(batch, 1.0))
+    with torch.no_grad():
+        for ours, theirs in zip(policy.parameters(), teacher.parameters()):
+            ours.mul_(1.5)
+            theirs.lerp_(ours, 1e-3)
+    moved = [(theirs.to_local() / ours.to_local() * 1.5).nan_to_num(1.0)
+             for ours, theirs in zip(policy.parameters(), teacher.parameters())]
+    assert all(torch.allclose(x[x != 1], torch.tensor(1.0005), rtol=1e-6) for x in moved)
 
 
 # --------------------------------------------------------------------------- weights

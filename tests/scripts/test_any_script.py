@@ -1,9 +1,11 @@
-"""What any script must do, also your own: `make test SCRIPT=mine.py`. Without SCRIPT it is grpo.py."""
+"""What any script must do, also your own: `make test SCRIPT=mine.py FLAGS="--reward.function mine_rewards.py"`.
+Without SCRIPT it is grpo.py."""
 
 import ast
 import json
 import os
 import re
+import shlex
 import signal
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from tools import try_script
 SCRIPT = os.environ.get("SCRIPT", "grpo.py")
 IS_SUPERVISED = try_script.is_supervised(ROOT / SCRIPT)
 SAMPLES = pytest.mark.skipif(IS_SUPERVISED, reason=f"{SCRIPT} does not sample: it leaves no response out")
+OWN_FLAGS = shlex.split(os.environ.get("SCRIPT_FLAGS", ""))              # after those of the tests, which they override
 SIZES = ["--prompts-per-step", "4", "--samples-per-prompt", "4", "--total-steps", "2"]
 
 
@@ -30,12 +33,12 @@ def flags(tiny_llama, small_train, tmp_path_factory) -> list[str]:
         ) + "\n" for n in range(2, 14)))
         return ["--model", tiny_llama, "--train-data", str(data), "--rows-per-step", "5", "--total-steps", "2",
                 "--policy.compute-dtype", "float32", "--data.max-length", "128", "--optim.lr", "1e-3",
-                "--save.every", "1"]
+                "--save.every", "1", *OWN_FLAGS]
     return [
         "--model", tiny_llama, "--train-data", small_train, *SIZES, "--rollout.engine", "hf", "--policy.compute-dtype",
         "float32", "--data.max-prompt-length", "200", "--rollout.max-response-length", "8", "--optim.lr", "1e-3",
         "--reward.function", f"{try_script.__file__}:compute_score_of_some", "--reward.num-workers", "1",
-        "--save.every", "1", "--log.rollouts-every", "1", *STOPS,
+        "--save.every", "1", "--log.rollouts-every", "1", *STOPS, *OWN_FLAGS,
     ]
 
 

@@ -21,6 +21,7 @@ from common.parallel import ranks
 from common.prompts import DataConfig
 from common.rollout import Response, Sample, gather_rollout
 from common.rollouts.answers import add_answers, answers_of
+from common.segments import best_and_worst, group_win_rate
 from tests.conftest import STOPS, launch, launch_all
 from tests.engine.template_table import make_tokenizer, sources
 from tests.scripts.test_supervised import check_exact_resume, metrics_of, write
@@ -50,22 +51,51 @@ def runs(flags, tmp_path_factory) -> Path:
     launch_all(folder / "one", {
         "dpo": [*flags, "--beta", "0.5"],
         "alone": [*flags, "--beta", "0.5", "--max-tokens-per-gpu", "1", "--total-steps", "2"],
-        "sppo": [*flags, "--loss", "sppo", "--refresh-reference-every", "1", "--beta", "1"],
+        "sppo": [*flags, "--loss", "sppo-exact", "--refresh-reference-every", "1", "--beta", "1"],
         "spin": [*flags, *SPIN],
     })
     launch_all(folder / "two", {"dpo": [*flags, "--beta", "0.5", "--total-steps", "2"]}, ranks=2)
     return folder
 
 
+def test_the_loss_of_sppo_is_that_of_the_paper():
+    """By loops: eta = 1 / beta, the win rate over the group with ties as one half, log Z = eta / 2. Then the
+    paper's eta on rewards 1 1 0 0, and a pair: half of what TRL's sppo_hard aims at, which has no win over itself."""
+    for beta, rewards in ((0.4, [0.3, -1.0, 0.3, 2.0, 0.1]), (0.001, [1.0, 1.0, 0.0, 0.0]), (0.1, [5.0, 2.0])):
+        log_ratio = torch.linspace(-2, 1, len(rewards), dtype=torch.float64, requires_grad=True)
+        group = torch.zeros(len(rewards), dtype=torch.int64)
+        loss = online_dpo.sppo_loss(log_ratio, beta, torch.tensor(rewards, dtype=torch.float64), group)
+        slopes = torch.autograd.grad(loss.sum(), log_ratio)[0]
+        for i, own in enumerate(rewards):
+            wins = [1.0 if own > other else 0.5 if own == other else 0.0 for other in rewards]
+            aim = (sum(wins) / len(wins) - 0.5) / beta
+            assert loss[i].item() == pytest.approx((log_ratio[i].item() - aim) ** 2, rel=1e-12)
+            assert slopes[i].item() == pytest.approx(2 * (log_ratio[i].item() - aim), rel=1e-12)
+    start = torch.zeros(4, dtype=torch.float64, requires_grad=True)
+    loss = online_dpo.sppo_loss(start, 0.001, torch.tensor([1.0, 1, 0, 0]).double(), torch.tensor([0, 0, 0, 0]))
+    assert torch.autograd.grad(-loss.sum(), start)[0].tolist() == pytest.approx([500, 500, -500, -500])
+    pair = online_dpo.sppo_loss(torch.zeros(2), 0.1, torch.tensor([5.0, 2.0]), torch.tensor([0, 0]))
+    assert pair.sqrt().tolist() == pytest.approx([0.25 / 0.1, 0.25 / 0.1])  # the win over itself is one half
+
+
+def test_a_win_rate_is_that_of_the_own_group():
+    nan = math.nan
+    x = torch.tensor([1.0, 3, 1, 2, nan, 1, 7, nan], dtype=torch.float64)
+    group = torch.tensor([0, 1, 0, 0, 0, 1, 2, 3])
+    rates = group_win_rate(x, group).tolist()
+    assert rates[:4] == pytest.approx([1 / 3, 3 / 4, 1 / 3, 5 / 6]) and rates[5:7] == [1 / 4, 1 / 2]
+    assert math.isnan(rates[4]) and math.isnan(rates[7])
+
+
 @pytest.mark.parametrize("shift", [0.0, 1000.0, -1000.0])
-def test_the_loss_of_sppo_is_that_of_the_paper(shift):
+def test_the_loss_of_sppo_exact_is_its_closed_form(shift):
     """Value and derivative in float64, one response after the other; a group of three and one of two. What is added to
     all rewards changes nothing, also where exp(reward) is infinite or 0."""
     rng = random.Random(0)
     group, beta = torch.tensor([0, 1, 0, 1, 0]), 0.4
     log_ratio = torch.tensor([rng.gauss(0, 2) for _ in range(5)], dtype=torch.float64, requires_grad=True)
     rewards = torch.tensor([rng.gauss(0, 1) for _ in range(5)], dtype=torch.float64)
-    loss = online_dpo.sppo_loss(log_ratio, beta, rewards + shift, group)
+    loss = online_dpo.sppo_exact_loss(log_ratio, beta, rewards + shift, group)
     slopes = torch.autograd.grad(loss.sum(), log_ratio)[0].tolist()
     for i in range(5):
         mates = [math.exp(rewards[j] / beta) for j in range(5) if group[j] == group[i]]
@@ -75,12 +105,12 @@ def test_the_loss_of_sppo_is_that_of_the_paper(shift):
 
 
 @pytest.mark.parametrize("beta", [0.1, 0.5, 2.0])
-def test_the_aim_of_sppo_is_a_distribution(beta):
+def test_the_aim_of_sppo_exact_is_a_distribution(beta):
     """Where the loss is 0, a group's mean of p / p_ref is 1, and two responses differ by their rewards' difference by
     beta: p = p_ref exp(R / beta) / Z, the paper's update with eta = 1 / beta."""
     rewards, group = torch.tensor([1.0, 0, 0, 1, 0.3], dtype=torch.float64), torch.zeros(5, dtype=torch.int64)
     log_ratio = torch.zeros(5, dtype=torch.float64, requires_grad=True)
-    loss = online_dpo.sppo_loss(log_ratio, beta, rewards, group)
+    loss = online_dpo.sppo_exact_loss(log_ratio, beta, rewards, group)
     aim = -torch.autograd.grad(loss.sum(), log_ratio)[0] / 2                # of a square, half of its slope at 0
     assert aim.exp().mean().item() == pytest.approx(1, rel=1e-12)
     assert (aim - aim[1]).tolist() == pytest.approx([1 / beta, 0, 0, 1 / beta, 0.3 / beta], rel=1e-12, abs=1e-12)
@@ -91,8 +121,8 @@ def test_the_best_and_the_worst_of_a_group_are_a_pair():
     lost = math.nan
     rewards = torch.tensor([0.5, 0.1, 0.9, 1, 0, 1, 2, 2, lost, 3, lost, lost], dtype=torch.float64)
     group = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 3, 3, 4, 4])
-    assert online_dpo.best_and_worst(rewards, group).tolist() == [2, 1, 3, 4]
-    assert online_dpo.best_and_worst(rewards[6:], group[6:]).tolist() == []
+    assert best_and_worst(rewards, group).tolist() == [2, 1, 3, 4]
+    assert best_and_worst(rewards[6:], group[6:]).tolist() == []
 
 
 def run_on(data: str, tokenizer, stops: list[int], world: ranks.World, **flags) -> SimpleNamespace:

@@ -11,8 +11,8 @@ from tools import try_script
 LOOP = """
 with Run(args, 2, correction) as run:
     engine, max_tokens = run.start_engine()
-    policy, optimizer = run.load_trained(args.model, args.optim)
-    reference = run.load_frozen(args.model)
+    policy, optimizer = run.load_policy("policy", args.model, args.optim)
+    reference = run.load_frozen("reference", args.model)
     run.describe("a loop", 2, 2, 1, 1)
     for step in run.steps():
         run.metrics |= engine.wake(policy)
@@ -37,8 +37,8 @@ with Run(args, 2, correction) as run:
 
 WITH = "with Run(args, 2, correction) as run:"
 START = "    engine, max_tokens = run.start_engine()\n"
-TRAINED = "    policy, optimizer = run.load_trained(args.model, args.optim)\n"
-FROZEN = "    reference = run.load_frozen(args.model)\n"
+TRAINED = '    policy, optimizer = run.load_policy("policy", args.model, args.optim)\n'
+FROZEN = '    reference = run.load_frozen("reference", args.model)\n'
 DESCRIBE = '    run.describe("a loop", 2, 2, 1, 1)\n'
 STEPS = "    for step in run.steps():\n"
 WAKE = "        run.metrics |= engine.wake(policy)\n"
@@ -56,21 +56,25 @@ FINISH = "        run.finish(step, rollout, minibatches, rollout.scores, {})\n"
 MISTAKES = {  # name -> (lines of the loop, what stands there instead, what the error says)
     "Run without with": (WITH, "run = Run(args, 2, correction)\nif True:",
         r"call with Run\(args, ...\) as run: .* first"),
-    "load_trained before start_engine": (
+    "load_policy before start_engine": (
         START + TRAINED, TRAINED + START, r"call run.start_engine\(...\) before the models are loaded"),
     "start_engine forgotten": (START, "", r"call run.start_engine\(...\) before the models are loaded"),
-    "load_frozen before load_trained": (TRAINED + FROZEN, FROZEN + TRAINED, r"call run.load_trained\(.*\) first"),
-    "load_trained forgotten": (TRAINED + FROZEN, "    policy = reference = None\n",
-        r"call run.load_trained\(.*\) first"),
+    "load_frozen before load_policy": (TRAINED + FROZEN, FROZEN + TRAINED, r"call run.load_policy\(.*\) first"),
+    "load_policy forgotten": (TRAINED + FROZEN, "    policy = reference = None\n",
+        r"call run.load_policy\(.*\) first"),
     "two critics of one name": (
-        TRAINED, TRAINED + 2 * "    run.load_critic(args.model, args.optim)\n",
-        r"critic is loaded already, and a checkpoint would hold one of the two: give a name"),
+        TRAINED, TRAINED + 2 * '    run.load_critic("critic", args.model, args.optim)\n',
+        r"critic is loaded already, and a checkpoint would hold one of the two: give the second another name"),
+    "two policies of one name": (
+        TRAINED, TRAINED + TRAINED, r"policy is loaded already, and a checkpoint would hold one of the two: give the"),
+    "two references of one name": (FROZEN, FROZEN + FROZEN, r"reference is loaded already, and a checkpoint"),
     "describe before start_engine": (
         START + TRAINED + FROZEN + DESCRIBE, DESCRIBE + START + TRAINED + FROZEN,
         r"call run.start_engine\(.*\) .* first"),
     "load_frozen after resume": (
         FROZEN, "    run.resume()\n" + FROZEN, r"models must be loaded before run.resume\(\) and before for step in"),
-    "load_trained in the steps": (STEPS, STEPS + "    " + TRAINED, r"models must be loaded before run.resume\(\)"),
+    "load_policy in the steps": (STEPS, STEPS + "    " + TRAINED.replace('"policy"', '"second"'),
+        r"models must be loaded before run.resume\(\)"),
     "meter before steps": (STEPS, "    run.meter\n" + STEPS,
         r"run.meter does not exist yet: call for step in run.steps\(\): first"),
     "metrics before steps": (STEPS, "    run.metrics\n" + STEPS,

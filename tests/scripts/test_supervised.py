@@ -306,7 +306,7 @@ def test_a_reference_with_other_tokens_is_refused(pairs, tiny_llama, tmp_path):
     vocab = content["model"]["vocab"]
     vocab["\u0120to"], vocab["\u0120no"] = vocab["\u0120no"], vocab["\u0120to"]
     (other / "tokenizer.json").write_text(json.dumps(content))
-    mine = fork_of("dpo.py", tmp_path, ("run.load_frozen(args.model)", f"run.load_frozen({str(other)!r})"))
+    mine = fork_of("dpo.py", tmp_path, ("\"reference\", args.model", f"\"reference\", {str(other)!r}"))
     done = launch(mine, *pairs, *COMMON, "--run-dir", tmp_path / "run", warm=True, check=False)
     assert done.returncode == 2 and "other must have the tokens of --model: only one has" in done.stderr
 
