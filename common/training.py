@@ -23,15 +23,7 @@ from common.checkpoint.signals import Watchdog
 from common.metrics import Meter, Timer
 from common.model.attention import choose_attention
 from common.model.flops import update_flops
-from common.model.loading import (
-    Weights,
-    load_critic,
-    load_frozen,
-    load_policy,
-    read_config,
-    read_tokenizer,
-    uses_liger,
-)
+from common.model.loading import Weights, load_critic, load_frozen, load_policy, read_config, read_tokenizer, uses_liger
 from common.model.lora import LoRAConfig, Reference
 from common.model.memory_plan import MemoryPlan
 from common.model.optimizers import WEIGHTS, make_optimizer
@@ -243,7 +235,7 @@ class Training:
         self.has_resumed = True
         parts = {name: (self.models[name], optimizer) for name, optimizer in self.optimizers.items()}
         self.frozen = {name: num_changes(model) for name, model in self.models.items() if name not in self.optimizers}
-        self.checkpoints = Checkpoints(args, self.world, parts, self.hf_files, self.watchdog)
+        self.checkpoints = Checkpoints(args, self.world, parts, self.hf_files, self.watchdog, self.models)
         state = self.checkpoints.resume()
         self.tracker = Tracker(args.log, args.run_dir, args, self.world, state.get("tracker", {}))
         self.closing.callback(self.tracker.close)

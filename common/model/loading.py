@@ -143,6 +143,7 @@ def load_policy(path: str, config: ModelConfig, world: World, weights: Weights =
     if lm.get_output_embeddings() is None or lm.get_output_embeddings().bias is not None:
         raise ValueError(f"{path}: the output head must be one matrix without bias; choose another --model")
     policy = Policy(lm)
+    policy.folder = path
     if config.router_replay != "none" and not weights.frozen:
         policy.routers = routers_of(lm)
     shard(policy, lm, config, world, weights.frozen)
@@ -174,6 +175,7 @@ def load_critic(path: str, config: ModelConfig, world: World, weights: Weights =
     label) brings its head, `score.weight`."""
     hf_config = read_config(path, config, "--critic-model", CAUSAL_LM + SCORED)
     critic = Critic(_build(AutoModel, path, hf_config, config, world, weights))
+    critic.folder = path
     stored = open_folder(path)
     tensors = weights_of(critic.backbone, path, stored) | new_adapters(critic.backbone)
     if is_scored(hf_config) and "score.weight" not in stored:   # classifiers of encoders have other heads

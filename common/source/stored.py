@@ -1,5 +1,6 @@
 """The weights of a model in its safetensors files, which are mapped: only the slices that a rank takes are read."""
 
+import hashlib
 from copy import deepcopy
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from transformers.core_model_loading import MergeModulelist, WeightConverter, We
 from transformers.core_model_loading import rename_source_key as rename
 
 from common.source.folder import check_weights, weight_files
+
+SAMPLES, SAMPLE_BYTES = 8, 4096
+"""Parts of a tensor that its checksum covers, from the first to the last bytes: 32 KB a tensor, to be cheap."""
 
 
 class Experts:
@@ -49,6 +53,21 @@ def open_folder(path: str) -> dict[str, Tensor]:
         check_weights(file)
         found |= load_file(file)
     return found
+
+
+def fingerprint(path: str) -> str:
+    """A checksum of the weights in a folder or of a hub name: of name, dtype and shape of every tensor and of SAMPLES
+    parts of its bytes (all of a small tensor's). Whatever trains or merges a model changes it; another order of the
+    tensors in other files, or a copy elsewhere, does not."""
+    total = hashlib.sha256()
+    for name, tensor in sorted(open_folder(path).items()):
+        total.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        content = tensor.flatten().view(torch.uint8)
+        last = max(len(content) - SAMPLE_BYTES, 0)
+        for number in range(SAMPLES if last else 1):
+            start = last * number // (SAMPLES - 1)
+            total.update(content[start : start + SAMPLE_BYTES].numpy())
+    return total.hexdigest()[:16]
 
 
 def weights_of(model: PreTrainedModel, path: str, stored: dict[str, Tensor]) -> dict[str, Tensor | Experts]:

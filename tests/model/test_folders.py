@@ -20,6 +20,7 @@ from transformers import (
 from common.model.loading import Weights, load_critic, load_policy, read_config, read_tokenizer
 from common.model.policy import ModelConfig
 from common.source.folder import check_folder
+from common.source.stored import fingerprint
 from tools.model_source import read_adapter, resolve
 
 FLOAT32 = ModelConfig(compute_dtype="float32")
@@ -323,6 +324,37 @@ def test_adapters_that_cannot_be_read_are_one_line(kind, tmp_path):
     change(tmp_path)
     with pytest.raises(ValueError, match=message):
         read_adapter(tmp_path)
+
+
+def test_a_checksum_of_weights_is_that_of_any_copy(tmp_path):
+    """And of no other weights: a tensor of 100 KB that differs in a part, a small one in any bit, a name, a shape."""
+    sizes = {"vocab_size": 1024, "initializer_range": 0.5}
+    folder = save(tmp_path / "model", **sizes)
+    copy, sharded = save(tmp_path / "elsewhere/copy", **sizes), save(tmp_path / "sharded", 0, "20KB", **sizes)
+    assert fingerprint(str(folder)) == fingerprint(str(copy)) == fingerprint(str(sharded))
+    assert len(shards_of(sharded)) > 3
+
+    def at(name: str, index: int):
+        def change(tensors):
+            tensors[name].view(torch.int32).flatten()[index] ^= 1
+            return tensors
+        return change
+
+    def renamed(tensors):
+        return {name.replace("norm", "form"): tensor for name, tensor in tensors.items()}
+
+    changes = [renamed, lambda x: {name: tensor.double() for name, tensor in x.items()},
+               lambda x: {name: tensor.flatten() for name, tensor in x.items()},
+               lambda x: {name: tensor * (1 + 2**-20) for name, tensor in x.items()},
+               lambda x: x | {"another": torch.ones(1)},
+               *(at("model.embed_tokens.weight", index) for index in (0, 1000, -1)),
+               *(at("model.layers.1.mlp.down_proj.weight", index) for index in (0, 500, 959))]
+    found = {fingerprint(str(folder))}
+    for change in changes:
+        save(tmp_path / "changed", **sizes)
+        change_weights(tmp_path / "changed", change)
+        found.add(fingerprint(str(tmp_path / "changed")))
+    assert len(found) == 1 + len(changes)
 
 
 HEADS = {
