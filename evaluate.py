@@ -18,16 +18,15 @@ from itertools import chain
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import errors
-from transformers import AutoTokenizer
 
 from common.checkpoint.run_folder import open_run_folder
 from common.dataset.store import load_prompts
 from common.engine.base import EngineSetup, RolloutConfig, validation_sampling
 from common.engine.make import changed_flags, check_rollout, make_engine, stop_tokens
 from common.metrics import Meter
-from common.model.loading import Weights, load_policy, read_config
+from common.model.loading import Weights, load_policy, read_config, read_tokenizer
 from common.model.policy import ModelConfig, Policy
-from common.model.reward_model import RewardModel, RewardModelConfig
+from common.model.reward_model import RewardModel, RewardModelConfig, check_reward_model
 from common.parallel import ranks
 from common.parallel.ranks import all_gather_objects, on_main, print_on_main
 from common.prompts import DataConfig
@@ -114,8 +113,10 @@ def main(args: Args) -> None:
     Clock.keep(on_main(world, partial(evaluation.begin, args, source, world.size)))
     model = on_main(world, partial(model_source.write_model, source, folder / "model", args.policy))
     hf_config = read_config(model, args.policy)
-    tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=args.policy.trust_remote_code)
+    tokenizer = read_tokenizer(model, args.policy)
     longest = check_rollout(args.rollout, hf_config, world, args.data.max_prompt_length)
+    if args.reward_model.path:
+        check_reward_model(args.reward_model, args.policy, longest)
     data = load_prompts(args.val_data, tokenizer, args.data, all_columns=bool(args.rollout.episode))
     print_on_main(world, f"val    {data.loaded.summary()}")
     data.loaded.write_skipped(folder / "skipped_val.jsonl")

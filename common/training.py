@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer, set_seed
+from transformers import set_seed
 
 from common.checkpoint.choice import first_day
 from common.checkpoint.export import export, hf_files
@@ -26,7 +26,16 @@ from common.checkpoint.signals import Watchdog
 from common.metrics import Meter, Timer
 from common.model.attention import choose_attention
 from common.model.flops import update_flops
-from common.model.loading import FLOAT32_FROZEN, Weights, load_critic, load_frozen, load_policy, read_config, uses_liger
+from common.model.loading import (
+    FLOAT32_FROZEN,
+    Weights,
+    load_critic,
+    load_frozen,
+    load_policy,
+    read_config,
+    read_tokenizer,
+    uses_liger,
+)
 from common.model.lora import LoRAConfig, Reference
 from common.model.memory_plan import MemoryPlan
 from common.model.optimizers import WEIGHTS, make_optimizer
@@ -131,7 +140,7 @@ class Training:
         checkpoints = Path(args.run_dir).resolve() / "checkpoints"
         Clock.keep(ranks.on_main(self.world, partial(first_day, checkpoints, args.save.resume)))
         self.hf_config = read_config(args.model, args.policy)
-        self.tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=args.policy.trust_remote_code)
+        self.tokenizer = read_tokenizer(args.model, args.policy)
         return self
 
     def load_data(self, load: Callable[[Sequence[str]], Any], rows_per_step: int) -> None:
@@ -241,7 +250,7 @@ class Training:
         self.has_resumed = True
         parts = {name: (self.models[name], optimizer) for name, optimizer in self.optimizers.items()}
         self.frozen = {name: num_changes(model) for name, model in self.models.items() if name not in self.optimizers}
-        self.checkpoints = Checkpoints(args, self.world, parts, self.hf_files, self.watchdog)
+        self.checkpoints = Checkpoints(args, self.world, parts, self.hf_files, self.watchdog, self.models)
         state = self.checkpoints.resume()
         self.tracker = Tracker(args.log, args.run_dir, args, self.world, state.get("tracker", {}))
         self.closing.callback(self.tracker.close)

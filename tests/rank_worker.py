@@ -68,11 +68,11 @@ class Flags:
 
 
 def checkpoints_of(run_dir, world, policy, optimizer, watch, files=None, parts=None, args=None,
-                   **flags) -> manager.Checkpoints:
+                   models=None, **flags) -> manager.Checkpoints:
     flags = Flags(manager.SaveConfig(**{"every": 1} | flags), run_dir=str(run_dir))
     files = files or {"config.json": policy.lm.config.to_json_string(use_diff=False).encode()}
     parts = parts or {"policy": (policy, optimizer)}
-    return manager.Checkpoints(args or flags, world, parts, files, watch)
+    return manager.Checkpoints(args or flags, world, parts, files, watch, models or {})
 
 
 def checkpoints(folder: Path, world: ranks.World) -> None:

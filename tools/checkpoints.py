@@ -25,7 +25,7 @@ from common.checkpoint.state import FILE as SHARDS
 from common.checkpoint.state import load_shards, open_shards
 from common.model.loading import SCORED
 from common.model.lora import merge
-from common.model.stored import Experts, open_folder, weights_of
+from common.source.stored import Experts, fingerprint, open_folder, weights_of
 from tools.flags import exit_with_error
 from tools.terminal import visible
 
@@ -164,6 +164,10 @@ def export_checkpoint(source: Positional[str], out: Positional[Path], adapter: b
         adapters = dict(read_stored(folder, keys, described(folder, keys, None)))
         replace_hf(out, {}, (), peft_files(adapters, flags))
     else:
+        base = read_manifest(folder).get("outside", {}).get("policy") if has_adapters else None
+        if base and base != fingerprint(flags["--model"]):
+            raise ValueError(f"{flags['--model']} does not hold the weights that {folder} was trained with, to which "
+                             f"its adapters belong: put them back, or write the adapters alone with --adapter")
         wanted = described(folder, keys, dtype_of(files))
         tensors = read_stored(folder, keys, wanted)
         if has_adapters:

@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from common.checkpoint.secrets import flags_of
+from common.source.folder import check_folder
 from tools.flags import exit_with_error, read_flags, run_script
 
 __all__ = ["run_script"]
@@ -257,8 +258,7 @@ def check_model(model: str, flag: str, is_evaluated: bool = False) -> None:
         definitions(ROOT / "tools/model_source.py")["resolve"](model)
         return
     if os.path.exists(model) or model.startswith((".", "/", "~")) or model.count("/") > 1:
-        if not (Path(model) / "config.json").is_file():
-            raise ValueError(f"{model} holds no config.json: {flag} must be a Hugging Face model folder or hub name")
+        check_folder(model, flag)
         return
     from huggingface_hub import constants, try_to_load_from_cache  # half a second
 

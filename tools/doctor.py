@@ -155,11 +155,10 @@ class Doctor:
     def engine(self) -> str:
         """Norms change their sign: all of the model changes, and the same again takes it back, bit by bit."""
         import torch
-        from transformers import AutoTokenizer
 
         from common.engine.base import EngineSetup, Request, RolloutConfig, SamplingConfig
         from common.engine.make import check_rollout, make_engine, stop_tokens
-        from common.model.loading import load_policy, read_config
+        from common.model.loading import load_policy, read_config, read_tokenizer
         from common.model.memory_plan import MemoryPlan
         from common.parallel.ranks import all_sum
         from common.prompts import Prompt
@@ -173,7 +172,7 @@ class Doctor:
         longest = check_rollout(config, hf_config, self.world, 64)
         # the engine gets what is free beside the policy, as in a run; there is no optimizer here, so no moments
         trainer_gb = MemoryPlan(args, hf_config, self.world.size, longest).resident()["weights"]
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer = read_tokenizer(model, policy_config)
         prompts = [tokenizer(text)["input_ids"][:64] for text in PROMPTS]
         engine = make_engine(EngineSetup(model, hf_config, config, policy_config, self.world, prompts,
                              stop_tokens(model, tokenizer), longest, 0, trainer_gb))

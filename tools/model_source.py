@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from common.checkpoint.export import hf_files, model_of, replace_hf
 from common.checkpoint.files import complete_checkpoints
-from common.model.loading import read_config
+from common.model.loading import read_config, read_tokenizer
 from common.model.policy import ModelConfig
-from common.model.stored import open_folder, weights_of
+from common.source.folder import check_folder, check_weights
+from common.source.stored import open_folder, weights_of
 from tools.checkpoints import export_checkpoint, merged_with_base
 
 ADAPTER = "adapter_config.json"
@@ -29,13 +29,15 @@ def resolve(model: str) -> str:
     """What --model names, without what may change: for a run folder, its newest checkpoint. Raises ValueError for a
     folder that is none of a model, a checkpoint, a run or adapters."""
     path = Path(model)
-    if not path.is_dir() or (path / ADAPTER).is_file():
+    is_adapter = (path / ADAPTER).is_file() and not (path / "config.json").is_file()
+    if not path.is_dir() or is_adapter:
         return model
     if checkpoints := complete_checkpoints(path):
         return str(checkpoints[-1])
     if not (path / "config.json").is_file() or (path / "metrics.jsonl").is_file():
         hint = f": name {path / 'model'}" if (path / "model/config.json").is_file() else ""
         raise ValueError(f"--model {model} holds neither a model, a complete checkpoint nor adapters{hint}")
+    check_folder(model, "--model")
     return model
 
 
@@ -73,6 +75,11 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
                          f"peft, and give the merged model")
     if not (folder / "adapter_model.safetensors").is_file():
         raise ValueError(f"{folder} lacks adapter_model.safetensors: a pickle (adapter_model.bin) is not read")
+    lacking = [name for name in ("base_model_name_or_path", "r", "lora_alpha") if not settings.get(name)]
+    if lacking:
+        raise ValueError(f"{folder / ADAPTER} has no {' and no '.join(lacking)}: merge the adapters with peft, and "
+                         f"give the merged model")
+    check_weights(folder / "adapter_model.safetensors")
     with safe_open(folder / "adapter_model.safetensors", "pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.offset_keys()}
     names = {name: name.removeprefix(PREFIX).removesuffix(".weight") for name in tensors}
@@ -88,7 +95,7 @@ def merge_adapter(folder: Path, out: Path, config: ModelConfig) -> None:
     base_path, dtype = settings["base_model_name_or_path"], getattr(torch, config.compute_dtype)
     hf_config = read_config(base_path, config, f"the base model of {folder}")
     tokenizer_path = str(folder) if (folder / "tokenizer_config.json").is_file() else base_path
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=config.trust_remote_code)
+    tokenizer = read_tokenizer(tokenizer_path, config)
     files = hf_files(base_path, hf_config, tokenizer, config.compute_dtype)
     lm = model_of(files)
     if lm is None:

@@ -29,7 +29,9 @@ from common.checkpoint.secrets import differences, flags_of
 from common.checkpoint.signals import Watchdog
 from common.checkpoint.state import FILE, Parts, load_parts, save_shards, tensors_of
 from common.metrics import Timer
+from common.model.policy import PackedModel
 from common.parallel.ranks import World, all_max, check_at_least, collective_timeout, on_main, print_on_main, together
+from common.source.stored import fingerprint as checksum
 from envs.stored import join, split, write_parts
 
 NOT_COMPARED = {"dtype", "torch_dtype", "transformers_version", "_name_or_path", "architectures", "use_cache"}
@@ -94,8 +96,9 @@ class Checkpoints:
     step finish. So the saved state is always the state between two steps, and resuming is exact.
     """
 
-    def __init__(self, args: Any, world: World, parts: Parts, files: dict[str, bytes], watchdog: Watchdog):
-        """`args`: the script's flags; `files`: from `hf_files`."""
+    def __init__(self, args: Any, world: World, parts: Parts, files: dict[str, bytes], watchdog: Watchdog,
+                 models: dict[str, PackedModel]):
+        """`args`: the script's flags; `files`: from `hf_files`; `models`: all of the run, frozen ones too."""
         self.config: SaveConfig = args.save
         self.world = world
         self.parts = parts
@@ -107,6 +110,12 @@ class Checkpoints:
         if self.flags.get("--lora.rank"):                       # adapters belong to one model
             self.model |= {name: value for name, value in self.flags.items() if name.startswith("--lora.")}
             self.model["--model"] = Path(self.flags["--model"]).name
+        folders = {name: model.folder for name, model in models.items()
+                   if name not in parts or self.flags.get("--lora.rank")}
+        if reward_model := self.flags.get("--reward-model.path"):
+            folders["reward model"] = reward_model
+        self.outside = on_main(world, lambda: {name: checksum(folder) for name, folder in folders.items()})
+        """Models whose weights (with adapters: their base's) no checkpoint holds -> the checksum of their folder."""
         # The state after the last finished step.
         self.state: dict[str, Any] = {"step": 0}
         self.of_rank: list[bytes] = []                          # what belongs into it on this rank alone
@@ -145,6 +154,15 @@ class Checkpoints:
         if algorithm and folder.parent == self.root and not self.config.allow_changes:
             raise ValueError(f"{self.root.parent} was trained with other flags: {'; '.join(algorithm)}: give "
                              "the old ones, or another --run-dir, or set --save.allow-changes")
+        before = manifest.get("outside", {})
+        # a run that starts from another one's checkpoint may have other frozen models, but adapters have one base
+        compared = [*self.outside] if folder.parent == self.root else [*self.outside.keys() & self.parts.keys()]
+        others = sorted(name for name in compared if before.get(name, self.outside[name]) != self.outside[name])
+        if others and not self.config.allow_changes:
+            raise ValueError(f"{folder} does not hold the weights of {', '.join(others)}, and those that are loaded "
+                             "now are not those that it was trained with: put them back, give another --run-dir, or "
+                             "set --save.allow-changes")
+        changed += [f"the weights of {name}" for name in others]
         load_parts(self.parts, folder, self.world.rank)
         self.dirty = False
         self.state = manifest["state"]
@@ -285,6 +303,7 @@ class Checkpoints:
             files = together(lambda: self._write_own(partial, tensors, of_rank), Exception, self.group)
             manifest = {
                 "state": state, "world_size": self.world.size, "model": self.model, "flags": self.flags,
+                "outside": self.outside,
                 "files": {name: entry for part in files for name, entry in part.items()},
             }
             together(lambda: self.world.is_main and self._publish(partial, final, manifest), OSError, self.group)

@@ -5,9 +5,11 @@ import os
 from typing import Any
 
 from transformers import GenerationConfig, PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file, is_torchvision_available
 
 from common.engine.base import Engine, EngineSetup, RolloutConfig
+from common.engine.extra import check_extra
 from common.engine.hf import HFEngine
 from common.engine.remote import RemoteEngine
 from common.engine.vllm import VLLMEngine
@@ -48,6 +50,7 @@ def check_rollout(config: RolloutConfig, hf_config: PretrainedConfig, world: Wor
                              f"if the current ones had; --correction.preset decoupled-token-is corrects it")
     if config.engine == "vllm":
         check_vllm(config, hf_config.model_type)
+        check_extra(config.extra, world.device.type)
     elif for_vllm := changed_flags(config, "tp", "stop", "in_flight", "extra"):
         raise ValueError(f"{' and '.join(for_vllm)} needs --rollout.engine vllm")
     hf_config = hf_config.get_text_config()
@@ -114,12 +117,27 @@ def make_engine(setup: EngineSetup) -> Engine:
 
 
 def stop_tokens(model: str, tokenizer: Any) -> list[int]:
-    """Ids that end a response: the tokenizer's end token and those of the model's generation config."""
+    """Ids that end a response: the tokenizer's end token and those of the model's generation config. Without
+    generation_config.json, transformers and vLLM make one of the model's config, and so does this."""
     ids = {tokenizer.eos_token_id}
-    if cached_file(model, GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False) is not None:
-        eos = GenerationConfig.from_pretrained(model).eos_token_id
-        ids |= set(eos if isinstance(eos, list) else [eos])
+    try:
+        if cached_file(model, GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False) is not None:
+            generation = GenerationConfig.from_pretrained(model)
+        else:
+            generation = GenerationConfig.from_model_config(_config_of(model))
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"cannot read the end tokens of {model} from its {GENERATION_CONFIG_NAME}: {error}") from error
+    eos = generation.eos_token_id
+    ids |= set(eos if isinstance(eos, list) else [eos])
     ids.discard(None)
     if not ids:
         raise ValueError(f"{model}: neither tokenizer nor generation config names an end token (eos_token)")
     return sorted(ids)
+
+
+def _config_of(model: str) -> PretrainedConfig | dict[str, Any]:
+    """The model's config with the defaults of its family, an end token perhaps; as it is written if its code comes with
+    the model."""
+    written, _ = PretrainedConfig.get_config_dict(model)
+    family = written.get("model_type")
+    return CONFIG_MAPPING[family].from_dict(written) if family in CONFIG_MAPPING else written

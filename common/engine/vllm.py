@@ -42,6 +42,7 @@ class VLLMEngine(Engine):
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # it is imported otherwise, and never used with seeds
         options: dict[str, Any] = {
             "model": setup.model,
+            "config_format": "hf",  # a folder with Mistral's own files, too, is read as the trainer reads it
             "load_format": "dummy",  # weights come from the trainer, all of them, before the first use
             "dtype": model_config.compute_dtype,
             "trust_remote_code": model_config.trust_remote_code,

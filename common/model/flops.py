@@ -19,13 +19,24 @@ KNOWN: dict[str, int] = {}
 """The result of `active_weights` for each config."""
 
 
-def context_length(hf_config: PretrainedConfig) -> int:
-    """Most tokens of a sequence. LongRoPE (Phi-4-mini, MiniCPM3) has other frequencies beyond the model's original
-    context, and takes them for a whole packed row if one sequence in it is longer: there the original is the limit."""
+def context_length(hf_config: PretrainedConfig) -> float:
+    """Most tokens of a sequence; infinite for families without such a limit (ALiBi, states alone), whatever the window
+    of their layers. LongRoPE (Phi-4-mini, MiniCPM3) has other frequencies beyond the model's original context, and
+    takes them for a whole packed row if one sequence in it is longer: there the original is the limit."""
     text = hf_config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
-    is_long = rope.get("rope_type") == "longrope"
-    return rope["original_max_position_embeddings"] if is_long else text.max_position_embeddings
+    if rope.get("rope_type") == "longrope":
+        return rope["original_max_position_embeddings"]
+    return text.max_position_embeddings if hasattr(text, "max_position_embeddings") else np.inf
+
+
+def check_context(hf_config: PretrainedConfig, longest: int, model: str) -> None:
+    """Raise ValueError if a sequence of the run can be longer than the context of one of its models: what such a model
+    says beyond it is no log-prob or value that it has learned. `model`: its flag and path."""
+    if longest > (limit := context_length(hf_config)):
+        raise ValueError(f"{model} has a context of {limit} tokens, and a sequence of this run (prompt and response) "
+                         f"may have {longest}: choose another model, or lower --rollout.max-response-length or "
+                         f"--data.max-prompt-length")
 
 
 def sequence_cost(lengths: np.ndarray, config: PretrainedConfig) -> np.ndarray:

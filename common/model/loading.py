@@ -4,7 +4,6 @@ import importlib.util
 import logging
 import os
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,9 +23,10 @@ from common.model.packing_check import check_packing, explain_failure
 from common.model.policy import Critic, ModelConfig, Policy
 from common.model.router_replay import routers_of
 from common.model.sharding import kept_tensors, local, shard, shard_slice
-from common.model.stored import Experts, open_folder, weights_of
 from common.model.vision import FAMILIES, auto_class
 from common.parallel.ranks import World, all_max, all_sum, print_on_main
+from common.source.folder import check_config
+from common.source.stored import Experts, open_folder, weights_of
 
 CAUSAL_LM = ("ForCausalLM", "LMHeadModel")              # how the names of architectures end
 SCORED = ("ForSequenceClassification",)
@@ -44,12 +44,15 @@ def read_config(path: str, config: ModelConfig, flag: str = "--model", heads: tu
     """The config of a Hugging Face folder or hub name that the user gave with `flag`.
 
     Raises ValueError, before anything heavy, if it holds no model whose architecture ends in one of `heads`."""
-    if not (Path(path) / "config.json").is_file() and (os.path.isdir(path) or path.startswith((".", "/"))):
-        raise ValueError(f"{path} holds no config.json: {flag} must be a Hugging Face model folder or hub name")
+    if os.path.isdir(path) or path.startswith((".", "/", "~")):
+        check_config(path, flag)
     try:
         hf_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, ArithmeticError, RecursionError, StrictDataclassError) as error:
         raise ValueError(f"cannot read a model config from {path} ({flag}): {error}") from error
+    if hasattr(hf_config, "transformers_weights"):
+        raise ValueError(f"{path}: config.json names transformers_weights {hf_config.transformers_weights}, and only "
+                         f"model.safetensors and its index are read: choose another {flag}")
     causal_lm = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(hf_config.model_type)
     reads_images = hf_config.model_type in FAMILIES and heads == CAUSAL_LM and flag != "--critic-model"
     if config.freeze_vision and flag == "--model" and not reads_images:
@@ -72,9 +75,17 @@ def read_config(path: str, config: ModelConfig, flag: str = "--model", heads: tu
     return hf_config
 
 
-def read_tokenizer(path: str, config: ModelConfig) -> Any:
-    """The tokenizer of a Hugging Face folder or hub name, as transformers loads it."""
-    return AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+def read_tokenizer(path: str, config: ModelConfig, flag: str = "--model") -> Any:
+    """The tokenizer of a Hugging Face folder or hub name that the user gave with `flag`, as transformers loads it.
+
+    Raises ValueError if it has none that can be read."""
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+    except Exception as error:  # of a file that is damaged or missing the libraries raise many kinds, also this one
+        what = str(error).strip().partition("\n")[0]
+        raise ValueError(f"{flag} {path}: no tokenizer can be read ({type(error).__name__}: {what}): copy "
+                         f"tokenizer.json and tokenizer_config.json of the model that it was made from into the "
+                         f"folder") from error
 
 
 def is_scored(hf_config: PretrainedConfig) -> bool:
@@ -104,7 +115,8 @@ def read_teacher(path: str, model: str, config: ModelConfig) -> PretrainedConfig
     check_vocabulary(hf_config, ours_config, f"--teacher {path}")
     if auto_class(hf_config) is not auto_class(ours_config):
         raise ValueError(f"--teacher {path} must read images if --model does, and else not")
-    theirs, ours = (read_tokenizer(folder, config).get_vocab().items() for folder in (path, model))
+    tokenizers = read_tokenizer(path, config, "--teacher"), read_tokenizer(model, config)
+    theirs, ours = (tokenizer.get_vocab().items() for tokenizer in tokenizers)
     if differing := sorted(ours ^ theirs):
         token, number = differing[0]
         raise ValueError(f"--teacher {path} must have the tokens of --model: only one has {token!r} as {number}")
@@ -132,6 +144,7 @@ def load_policy(path: str, config: ModelConfig, world: World, weights: Weights =
     if lm.get_output_embeddings() is None or lm.get_output_embeddings().bias is not None:
         raise ValueError(f"{path}: the output head must be one matrix without bias; choose another --model")
     policy = Policy(lm)
+    policy.folder = path
     if config.router_replay != "none" and not weights.frozen:
         policy.routers = routers_of(lm)
     shard(policy, lm, config, world, weights.frozen)
@@ -163,11 +176,15 @@ def load_critic(path: str, config: ModelConfig, world: World, weights: Weights =
     label) brings its head, `score.weight`."""
     hf_config = read_config(path, config, "--critic-model", CAUSAL_LM + SCORED)
     critic = Critic(_build(AutoModel, path, hf_config, config, world, weights))
+    critic.folder = path
     stored = open_folder(path)
     tensors = weights_of(critic.backbone, path, stored) | new_adapters(critic.backbone)
     if is_scored(hf_config) and "score.weight" not in stored:   # classifiers of encoders have other heads
         raise ValueError(f"{path} lacks the head score.weight: choose another model than a {hf_config.model_type}")
     first_head = stored.get("score.weight", torch.zeros(1, hf_config.hidden_size))
+    if first_head.shape != critic.head.weight.shape:
+        raise ValueError(f"{path}: score.weight is {list(first_head.shape)}, must be "
+                         f"{list(critic.head.weight.shape)} by config.json")
     shard(critic, critic.backbone, config, world, weights.frozen)
     _read_in_turns(path, critic.backbone, tensors, world)
     head = critic.head.weight.detach().to_local()

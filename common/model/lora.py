@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from common.source.stored import is_adapter
+
 ROUTERS = {"gate", "router", "shared_expert_gate"}
 """Linear layers inside blocks that choose experts: they belong neither to attention nor to an MLP."""
 
@@ -101,10 +103,6 @@ def new_adapters(model: nn.Module) -> dict[str, Tensor]:
     shapes = {name: parameter.shape for name, parameter in model.named_parameters() if is_adapter(name)}
     return {name: torch.zeros(shape) if name.endswith("lora_B") else
             (2 * torch.rand(shape, generator=generator) - 1) * shape[1] ** -0.5 for name, shape in shapes.items()}
-
-
-def is_adapter(name: str) -> bool:
-    return name.endswith(("lora_A", "lora_B"))
 
 
 class Reference:

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModel, PretrainedConfig
 
 from common.kernels import CHUNK_BYTES, tile_shape
-from common.model.flops import active_weights, head_dims
+from common.model.flops import active_weights, check_context, head_dims
 from common.model.loading import GIB, NO_ADAPTERS, read_critic, read_teacher, uses_liger
 from common.model.lora import LoRAConfig, add_adapters
 from common.model.offload import OffloadConfig
@@ -155,6 +155,7 @@ class MemoryPlan:
         self.trained = [self.policy]
         if critic:
             config = read_critic(critic, policy, hf_config)
+            check_context(config, longest, f"--critic-model {critic}")
             self.trained.append(Model(config, policy, ranks, AutoModel, args.lora, args.critic_optim.kind))
         # with sequence parallel, the keys of all ranks, and of them what is seen
         self.keys = 2.0 * policy.sequence_parallel if policy.sequence_parallel > 1 else 0.0
@@ -166,11 +167,13 @@ class MemoryPlan:
         self.offload = args.offload
         for path in filter(None, (frozen,) if isinstance(frozen, str) else frozen):
             is_own = path == args.model
-            model = self.policy if is_own else Model(read_teacher(path, args.model, policy), policy, ranks)
+            config = hf_config if is_own else read_teacher(path, args.model, policy)
+            check_context(config, longest, f"--model {path}" if is_own else f"--teacher {path}")
+            model = self.policy if is_own else Model(config, policy, ranks)
             self.reference_gb += 0 if is_own and args.lora.rank else model.frozen_gb    # 0: it is below the adapters
             self.teachers += [] if isinstance(frozen, str) else [model]
         if args.reward_model.path:
-            config = check_reward_model(args.reward_model, policy)
+            config = check_reward_model(args.reward_model, policy, longest)
             self.reward_model_gb = Model(config, policy, ranks, AutoModel).frozen_gb
         self.reserved_gb += 0 if args.rollout.enforce_eager else GRAPHS_GB
         if args.rollout.engine == "hf":                                 # its weights stay on the GPU

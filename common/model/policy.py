@@ -53,6 +53,7 @@ class PackedModel(nn.Module):
         self.sequence_group: ProcessGroup | None = None  # the ranks that run a micro-batch together
         self.prompts: Any = None  # those of the training data, if they have images
         self.routers: list[Router] = []  # whose choice is recorded and replayed
+        self.folder = ""  # or hub name, from which its weights were read
         self.version = 0  # grows with every change of the weights, so the engine knows when its own are stale
         self.skipped_in_a_row = 0  # the latest optimizer steps whose gradient norm was not finite
 

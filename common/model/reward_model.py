@@ -8,6 +8,7 @@ import numpy as np
 from transformers import PretrainedConfig
 
 from common.batch import Batch
+from common.model.flops import check_context, context_length
 from common.model.loading import SCORED, Weights, load_critic, read_config, read_tokenizer
 from common.model.policy import ModelConfig
 from common.packing import Sequences, plan_step
@@ -32,10 +33,12 @@ class RewardModelConfig:
             raise ValueError("--reward-model.alone needs --reward-model.path")
 
 
-def check_reward_model(config: RewardModelConfig, model_config: ModelConfig) -> PretrainedConfig:
-    """The config of the model at `config.path`. Raises ValueError for a model that cannot score."""
+def check_reward_model(config: RewardModelConfig, model_config: ModelConfig, longest: int) -> PretrainedConfig:
+    """The config of the model at `config.path`. Raises ValueError for a model that cannot score, or has no context for
+    `longest` tokens, as the policy counts them."""
     hf_config = read_config(config.path, model_config, "--reward-model.path", SCORED)
-    check_reader(read_tokenizer(config.path, model_config), hf_config, "--reward-model.path")
+    check_reader(read_tokenizer(config.path, model_config, "--reward-model.path"), hf_config, "--reward-model.path")
+    check_context(hf_config, longest, f"--reward-model.path {config.path}")
     return hf_config
 
 
@@ -44,14 +47,19 @@ class RewardModel:
 
     def __init__(self, config: RewardModelConfig, model_config: ModelConfig, world: World):
         self.weight, self.world = config.weight, world
-        self.tokenizer = read_tokenizer(config.path, model_config)
+        self.tokenizer = read_tokenizer(config.path, model_config, "--reward-model.path")
         self.model = load_critic(config.path, model_config, world, Weights(frozen=True))
+        self.longest = context_length(self.model.backbone.config)
         self.unread: dict[int, str] = {}  # the number of a conversation in the last call -> why it has no score
 
     def score(self, conversations: list[list[dict[str, Any]]]) -> list[float]:
         """One score per conversation, NaN for those in `unread`. All ranks call this together, each with its own
         conversations (or none)."""
         rows, self.unread = whole_rows(self.tokenizer, conversations, self.model.backbone.config)
+        for number, row in enumerate(rows):
+            if len(row) > self.longest:
+                self.unread[number] = f"it has {len(row)} tokens, and the reward model a context of {self.longest}"
+                rows[number] = [0]
         rows.append([0])                                                    # a dummy: all ranks run as many groups
         # The critic gives a value to a token from the tokens before it. With one more token, its value is read at the
         # end of the conversation.

@@ -18,7 +18,7 @@ class Scorer(Policy):
 
     def __init__(self, critic: Critic):
         super().__init__(critic.backbone)
-        self.critic = critic
+        self.critic, self.folder = critic, critic.folder
         self.router_changed = None
 
     def forward(self, batch: Batch) -> Tensor:

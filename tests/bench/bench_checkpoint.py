@@ -61,7 +61,8 @@ def main(args: Args) -> None:
     runs = {}
     for name, in_background in (("in the foreground", False), ("in the background", True)):
         config = SaveConfig(async_=in_background, keep=1)
-        runs[name] = Checkpoints(Flags(config, run_dir=str(folder / name)), world, parts, {"config.json": b"{}"}, watch)
+        flags = Flags(config, run_dir=str(folder / name))
+        runs[name] = Checkpoints(flags, world, parts, {"config.json": b"{}"}, watch, {})
     for step in range(1, args.repeats + 1):
         seconds.setdefault("torch.save", []).append(plain_save(tensors, folder / "plain.pt"))
         for name, run in runs.items():

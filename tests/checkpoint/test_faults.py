@@ -17,11 +17,12 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from common.checkpoint import files, run_folder, signals
+from common.checkpoint import files, manager, run_folder, signals
 from common.checkpoint.export import export
 from tests.checkpoint.faulty import Server, server
 from tests.checkpoint.test_checkpoint import model, save, trained, watch  # noqa: F401 (fixtures)
@@ -194,6 +195,30 @@ def test_other_flags_when_they_are_meant(save, model, world, watch, tmp_path):
     assert resumed == 2 and "other flags: --lr was 0.5, is 0.01" in text
     text, resumed = said(tmp_path / "other", model, world, watch, resume=str(tmp_path))     # a run of its own
     assert resumed == 2 and "other flags: --lr was 0.5, is 0.01" in text
+
+
+@pytest.mark.parametrize(("before", "now", "named"), [
+    ({"reference": "1"}, {"reference": "2"}, "reference"),
+    ({"a": "1", "b": "1", "c": "1"}, {"a": "2", "b": "1", "c": "2"}, "a, c"),
+    ({"reference": "1"}, {"reference": "1"}, ""), ({}, {"reference": "2"}, ""), ({"reference": "1"}, {}, ""),
+    ({"policy": "1"}, {"policy": "2"}, ""),                             # the checkpoint has all of its weights
+])
+def test_weights_that_no_checkpoint_holds_must_be_the_same(before, now, named, trained, model, world, watch, tmp_path,
+                                                           monkeypatch):
+    """What an earlier start did not load is not compared. A run that starts from this one's checkpoint may have other
+    frozen models."""
+    monkeypatch.setattr(manager, "checksum", lambda folder: folder)
+    old, new = ({name: SimpleNamespace(folder=folder) for name, folder in of.items()} for of in (before, now))
+    run = checkpoints_of(tmp_path, world, *trained, watch, models=old)
+    run.after_step(STATE | {"step": 2})
+    text, resumed = said(tmp_path, model, world, watch, models=new)
+    if named:
+        rule = f"step_000002 does not hold the weights of {named}, and those that are loaded now are not those that it"
+        assert resumed is None and rule in text and "or set --save.allow-changes" in text
+        text, resumed = said(tmp_path, model, world, watch, models=new, allow_changes=True)
+    assert resumed == 2 and ("; the weights of " in text) == bool(named)
+    text, resumed = said(tmp_path / "other", model, world, watch, models=new, resume=str(tmp_path))
+    assert resumed == 2
 
 
 @pytest.mark.parametrize("flag", ["--eval-temperature", "--rollout.val-top-p", "--rollout.val-top-k"])

@@ -1,9 +1,12 @@
 """The engines on the real 135M model: agreement with the trainer, weight sync, order of calls, seeds."""
 
+import contextlib
 import copy
+import inspect
 import json
 import os
 import shutil
+import sys
 import types
 from collections import Counter
 from dataclasses import asdict, fields, replace
@@ -14,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.batch import Batch
 from common.dataset.store import load_prompts
+from common.engine import extra as arguments
 from common.engine.base import EngineSetup, RolloutConfig, SamplingConfig, validation_sampling
 from common.engine.make import check_rollout, check_vllm, make_engine, stop_tokens
 from common.metrics import Meter
@@ -287,12 +291,50 @@ def test_extra_arguments_reach_vllm_as_json():
             json_object("--rollout.extra", extra)
 
 
-@pytest.mark.parametrize(
-    ("extra", "message"), [('{"nonsense": 1}', "nonsense"), ('{"seed": 1}', "multiple values.*seed")]
-)
-def test_extra_arguments_that_vllm_does_not_take_are_errors(extra, message, smollm, world, prompts):
-    with pytest.raises(TypeError, match=message):
-        start("vllm", smollm, world, prompts, extra=extra)
+@pytest.mark.parametrize(("given", "device", "message"), [
+    ({"max_num_batched_token": 1}, "cuda", "vLLM's LLM.* has no argument max_num_batched_token, did you mean max_"),
+    ({"nonsense": 1}, "cpu", "has no argument nonsense$"),
+    ({"quantisation": "fp8"}, "cpu", "has no argument quantisation, did you mean quantization"),
+    ({"seed": 1}, "cpu", "seed 1 is what --seed decides"),
+    ({"max_model_len": 9}, "cuda", "max_model_len 9 is what --rollout.max-response-length and --data"),
+    ({"kv_cache_memory_bytes": 9}, "cpu", "is what --rollout.kv-cache-gb decides"),
+    ({"enforce_eager": True}, "cuda", "is what --rollout.enforce-eager decides"),
+    ({"logprobs_mode": "raw_logprobs"}, "cuda", "logprobs_mode raw_logprobs cannot be set, because the trainer"),
+    ({"load_format": "auto"}, "cpu", "cannot be set, because weights come from the trainer"),
+    ({"hf_overrides": {"rope_theta": 1}}, "cuda", "must read the same model"),
+    ({"kv_offloading_size": 4}, "cuda", "keys and values that earlier weights computed"),
+    ({"override_generation_config": {"eos_token_id": 3}}, "cuda", "what ends a response must be known"),
+    ({"speculative_config": {"method": "ngram"}}, "cpu", "on a CPU vLLM's rejection sampler reads memory"),
+    ({"spec_method": "ngram"}, "cpu", "on a CPU vLLM's rejection sampler"),
+    ({"enable_chunked_prefill": True}, "cpu", "on a CPU prompts are computed whole"),
+    ({"speculative_config": {"method": "ngram"}, "kv_cache_memory_bytes": 9}, "cuda", ""),
+    ({"max_num_batched_tokens": 8192, "quantization": "fp8_per_tensor", "moe_backend": "cutlass"}, "cuda", ""),
+    ({"attention_backend": "FLASH_ATTN", "compilation_config": {}, "kv_cache_dtype": "fp8"}, "cuda", ""),
+    ({"skip_tokenizer_init": True, "enable_prefix_caching": False, "max_logprobs": 3}, "cpu", ""),
+])
+def test_extra_arguments_that_break_what_the_trainer_relies_on_are_refused(given, device, message, smollm, world):
+    hf_config, world = read_config(smollm, ModelConfig()), replace(world, device=torch.device(device))
+    config = RolloutConfig(max_response_length=40, extra=json.dumps(given))
+    with pytest.raises(ValueError, match=f"--rollout.extra: .*{message}") if message else contextlib.nullcontext():
+        check_rollout(config, hf_config, world, 200)
+
+
+def test_every_argument_that_the_engine_sets_itself_is_refused(smollm, world, prompts, monkeypatch):
+    """And all of those that are refused are vLLM's."""
+    from vllm import LLM
+    from vllm.engine.arg_utils import EngineArgs
+
+    given = []
+    monkeypatch.setattr("vllm.LLM", lambda **options: given.append(options) or sys.exit())
+    with pytest.raises(SystemExit):
+        start("vllm", smollm, world, prompts, extra='{"max_logprobs": 3}')
+    on_device = arguments.ON_DEVICE
+    refused = {*arguments.DECIDED, *arguments.FIXED, *arguments.FIXED_ON_CPU, *on_device["cpu"]}
+    assert given[0].keys() - refused == {"max_logprobs"} and given[0]["config_format"] == "hf"
+    names = {name for name, parameter in inspect.signature(LLM).parameters.items() if parameter.kind != 4}
+    names |= {field.name for field in fields(EngineArgs) if not field.name.startswith("_")}
+    assert arguments.arguments_of_vllm() == names
+    assert refused | on_device["cuda"].keys() <= names
 
 
 def hub_model(folder, monkeypatch, **files: dict) -> str:
@@ -308,15 +350,40 @@ def hub_model(folder, monkeypatch, **files: dict) -> str:
     return "someone/model"
 
 
+LLAMA = {"model_type": "llama"}
+
+
 @pytest.mark.parametrize(("files", "ids"), [
     ({"config": {}}, [7]),
     ({"config": {}, "generation_config": {"eos_token_id": [3, 7]}}, [3, 7]),
     ({"config": {}, "generation_config": {"eos_token_id": 9}}, [7, 9]),
     ({"config": {}, "generation_config": {}}, [7]),
+    ({"config": LLAMA | {"eos_token_id": 9}}, [7, 9]),
+    ({"config": LLAMA | {"eos_token_id": [8, 9]}}, [7, 8, 9]),
+    ({"config": LLAMA | {"eos_token_id": None}}, [7]),
+    ({"config": LLAMA}, [2, 7]),                                        # the family's default
+    ({"config": {"model_type": "qwen2"}}, [7]),                         # which others do not have
+    ({"config": LLAMA | {"eos_token_id": 9}, "generation_config": {"temperature": 0.6}}, [7]),
+    ({"config": {"model_type": "qwen2_5_vl", "text_config": {"eos_token_id": 9}}}, [7, 9]),
+    ({"config": {"model_type": "gemma3", "eos_token_id": [1, 106]}}, [1, 7, 106]),
+    ({"config": {"model_type": "of_its_own_code", "auto_map": {}, "eos_token_id": 9}}, [7, 9]),
 ])
 def test_stop_tokens_of_a_hub_model(files, ids, tmp_path, monkeypatch):
+    """As the engine itself finds them beside those that it is given: what ends a response there is in the list."""
+    from vllm.transformers_utils.config import try_get_generation_config
+
     model = hub_model(tmp_path, monkeypatch, **files)
     assert stop_tokens(model, types.SimpleNamespace(eos_token_id=7)) == ids
+    if files["config"].get("model_type") in ("llama", "qwen2", "qwen2_5_vl", "gemma3"):     # that vLLM can read
+        eos = try_get_generation_config(model, trust_remote_code=False).eos_token_id
+        assert {7} | (set(eos) if isinstance(eos, list) else {eos} - {None}) == set(ids)
+
+
+def test_a_damaged_generation_config_is_named(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(ValueError, match=rf"cannot read the end tokens of {tmp_path} from its generation_config.json"):
+        stop_tokens(str(tmp_path), types.SimpleNamespace(eos_token_id=7))
 
 
 def test_a_model_without_an_end_token_is_refused(tmp_path):

@@ -177,7 +177,7 @@ def train_adapters(policy, optimizer) -> None:
 def test_a_checkpoint_fits_no_other_adapters(tiny_llama, world, watch, tmp_path):
     def needs(model=tiny_llama, **flags):
         args = RunArgs(model=model, train_data=(), run_dir=str(tmp_path), lora=LoRAConfig(**flags))
-        return Checkpoints(args, world, {}, {"config.json": b"{}"}, watch).model
+        return Checkpoints(args, world, {}, {"config.json": b"{}"}, watch, {}).model
 
     assert needs() == {"trained parts": [], "checkpoint format": FILE}
     assert needs(rank=4) == needs(f"/moved/{tiny_llama.rpartition('/')[2]}", rank=4)

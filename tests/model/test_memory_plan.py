@@ -1,20 +1,34 @@
 """The plan of a run's memory: numbers by hand, what autograd really keeps, the budget that follows."""
 
+import contextlib
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Lfm2MoeConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    Lfm2MoeConfig,
+    LlamaConfig,
+    Mamba2Config,
+    MptConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 import ppo
 import sft
 from common.engine.base import RolloutConfig
 from common.model import memory_plan
+from common.model.flops import context_length
 from common.model.memory_plan import GIB, MemoryPlan, Model
 from common.model.offload import OffloadConfig
 from common.model.policy import ModelConfig
+from common.model.reward_model import RewardModelConfig
 from common.model.sharding import shard_dim
 from common.optim import OptimConfig
 from common.run import RunArgs
+from tests.conftest import save_tokenizer
 from tests.model.kept import kept_bytes
 
 SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 208, "num_attention_heads": 8,
@@ -139,6 +153,48 @@ def test_a_tied_embedding_and_a_critic(llama, tmp_path):
     assert half.resident()["weights"] + half.resident()["moments"] == pytest.approx(6 * ALL / GIB)
     assert half.update(96)["gradients"] == pytest.approx(2 * ALL / GIB)
     assert sum(both.update(96).values()) > sum(alone.update(96).values()) + critic.all * 12 / GIB * 0.99
+
+
+def with_context(folder: Path, length: int, name: str = "LlamaForCausalLM", **config) -> str:
+    config = LlamaConfig(**SIZES | {"max_position_embeddings": length}, num_hidden_layers=1, architectures=[name],
+                         **config)
+    config.save_pretrained(folder)
+    save_tokenizer(folder)
+    return str(folder)
+
+
+LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, "factor": 4.0,
+             "long_factor": [1.0] * 4, "short_factor": [1.0] * 4}
+OTHER_MODELS = {
+    "--critic-model": lambda path: {"critic": path},
+    "--teacher": lambda path: {"frozen": path},
+    "--teacher of several": lambda path: {"frozen": ("policy", path)},
+    "--reward-model.path": lambda path: {"reward_model": RewardModelConfig(path=path)},
+}
+
+
+@pytest.mark.parametrize(("length", "config", "limit"), [
+    (64, {}, 64), (95, {}, 95), (256, {"rope_parameters": LONG_ROPE}, 64), (96, {}, None),
+    (256, {"sliding_window": 16}, None), (96, {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4,
+                                               "factor": 2.0, "original_max_position_embeddings": 48}}, None),
+])
+@pytest.mark.parametrize("which", OTHER_MODELS)
+def test_each_model_has_a_context_for_the_longest_sequence(which, length, config, limit, llama, smollm, tmp_path,
+                                                           monkeypatch):
+    """Of 96 tokens: what a model of a shorter context says beyond it is nothing that it has learned."""
+    flag = which.split()[0]
+    name = "LlamaForSequenceClassification" if flag == "--reward-model.path" else "LlamaForCausalLM"
+    path = with_context(tmp_path / "other", length, name, num_labels=1, **config)
+    monkeypatch.chdir(tmp_path)
+    with_context(tmp_path / "policy", 128)
+    said = rf"^{flag} {path} has a context of {limit} tokens, and a sequence of this run .* may have 96: choose"
+    with pytest.raises(ValueError, match=said) if limit else contextlib.nullcontext():
+        plan_of(llama, longest=96, **OTHER_MODELS[which](path))
+
+
+@pytest.mark.parametrize("config", [Mamba2Config(), BloomConfig(), MptConfig(alibi=True)])
+def test_families_without_positions_have_no_limit(config):
+    assert context_length(config) == float("inf")
 
 
 # --------------------------------------------------------------------------- the budget

@@ -1,5 +1,6 @@
 """The reward model's packed scores against transformers, one conversation at a time, in its own chat template."""
 
+import math
 import shutil
 
 import pytest
@@ -49,6 +50,22 @@ def test_scores_are_the_classifiers_for_any_token_budget(folder, world, max_toke
     assert ours.score([]) == []
 
 
+def test_a_conversation_beyond_the_models_context_has_no_score(folder, world, tmp_path):
+    """And the others have those that they have without it."""
+    short = shutil.copytree(folder, tmp_path / "short")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    lengths = [len(tokenizer.apply_chat_template(messages, return_dict=False)) for messages in CONVERSATIONS]
+    longest = sorted(lengths)[-2]
+    config = LlamaConfig.from_pretrained(folder)
+    config.max_position_embeddings = longest
+    config.save_pretrained(short)
+    want = RewardModel(RewardModelConfig(path=folder), FLOAT32, world).score(CONVERSATIONS)
+    got = RewardModel(RewardModelConfig(path=str(short)), FLOAT32, world).score(CONVERSATIONS)
+    assert [math.isnan(x) for x in got] == [length > longest for length in lengths] and max(lengths) > longest
+    kept = [i for i, length in enumerate(lengths) if length <= longest]
+    assert [got[i] for i in kept] == pytest.approx([want[i] for i in kept], abs=2e-6)
+
+
 def test_what_it_keeps_on_a_gpu_by_hand(folder):
     config = LlamaConfig.from_pretrained(folder)
     hidden, head = config.hidden_size, config.head_dim
@@ -67,16 +84,16 @@ def test_what_is_no_reward_model_is_refused(tiny_llama, folder, tmp_path):
     (tmp_path / "bare/chat_template.jinja").unlink(missing_ok=True)
     tokenizer.save_pretrained(tmp_path / "bare")
     with pytest.raises(ValueError, match=r"the tokenizer of .*bare \(--reward-model.path\) has no chat template"):
-        check_reward_model(RewardModelConfig(path=str(tmp_path / "bare")), FLOAT32)
+        check_reward_model(RewardModelConfig(path=str(tmp_path / "bare")), FLOAT32, 64)
     for source, rule in (("{{ 1 // 0 }}", "the chat template fails on it"), ("{{ messages[0].content }}<extra>",
                                                                              "the token '<extra>', number ")):
         tokenizer.chat_template = source
         tokenizer.add_tokens(["<extra>"])
         tokenizer.save_pretrained(tmp_path / "bare")
         with pytest.raises(ValueError, match=rf"bare \(--reward-model.path\) cannot read a question .*{rule}"):
-            check_reward_model(RewardModelConfig(path=str(tmp_path / "bare")), FLOAT32)
+            check_reward_model(RewardModelConfig(path=str(tmp_path / "bare")), FLOAT32, 64)
     with pytest.raises(ValueError, match=r"must be a \*ForSequenceClassification: choose another --reward-model.path"):
-        check_reward_model(RewardModelConfig(path=tiny_llama), FLOAT32)
+        check_reward_model(RewardModelConfig(path=tiny_llama), FLOAT32, 64)
     with pytest.raises(ValueError, match=r"--reward-model.alone needs --reward-model.path"):
         RewardModelConfig(alone=True)
 

@@ -564,7 +564,7 @@ def test_an_import_circle_is_found():
 # them need each other. Scripts are above all, rewards/ and envs/ import nothing of common/.
 LAYERS = ["run", "training", "rollouts", "tracking", "checkpoint", "engine", "dataset", "losses",
           "correction", "rollout", "optim", "model", "kernels", "packing", "prompts", "metrics", "segments", "parallel",
-          "batch", "layout", "presets"]
+          "batch", "layout", "presets", "source"]
 
 
 def unit_of(module: str) -> str:

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Phi3Config, Qwen3VLConfig
 
 import dpo
@@ -33,6 +33,7 @@ from common.training import Training
 from tests.checkpoint.faulty import server
 from tests.conftest import FAST_DTYPE, ROOT, launch, launch_all
 from tools import try_script
+from tools.checkpoints import export_checkpoint
 
 ROWS = [
     {"messages": [
@@ -280,6 +281,26 @@ def test_the_reference_is_scored_on_all_rows_of_a_run_that_changes_its_steps(pai
     launch(*flags, "--rows-per-step", "1", "--total-steps", "5", "--save.allow-changes", warm=True)
     found = [row["train/loss"] for row in metrics_of(tmp_path / "run") if "train/loss" in row]
     assert found == pytest.approx([math.log(2)] * 5, rel=1e-6)
+
+
+def test_adapters_continue_on_their_own_base_alone(pairs, tiny_llama, tmp_path):
+    """Other weights in the folder that --model names are refused, also where another run starts from the checkpoint; a
+    copy of the folder elsewhere is the same base. An export, too, merges adapters with no other base."""
+    base, copy = (shutil.copytree(tiny_llama, tmp_path / place / "base") for place in ("first", "second"))
+    flags = ["dpo.py", *pairs[2:], *COMMON, *LORA, "--rows-per-step", "2", "--run-dir", tmp_path / "run"]
+    launch(*flags, "--model", base, "--total-steps", "1", warm=True)
+    assert "resumed after step 1" in launch(*flags, "--model", copy, warm=True).stdout
+    weights = load_file(base / "model.safetensors")
+    weights["model.norm.weight"] *= 1.01
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    more = [*flags, "--model", base, "--total-steps", "3"]
+    for others in ([], ["--run-dir", tmp_path / "other", "--save.resume", tmp_path / "run"]):
+        done = launch(*more, *others, warm=True, check=False)
+        assert re.search("error: .*step_000002 does not hold the weights of policy, and those", done.stderr)
+    with pytest.raises(ValueError, match=r"base does not hold the weights that .*step_000001 was trained with"):
+        export_checkpoint(str(tmp_path / "run/checkpoints/step_000001"), tmp_path / "out")
+    export_checkpoint(str(tmp_path / "run/checkpoints/step_000001"), tmp_path / "adapters", adapter=True)
+    assert "; the weights of policy" in launch(*more, "--save.allow-changes", warm=True).stdout
 
 
 def fork_of(script: str, tmp_path: Path, *edits: tuple[str, str]) -> Path:

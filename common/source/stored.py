@@ -1,7 +1,6 @@
 """The weights of a model in its safetensors files, which are mapped: only the slices that a rank takes are read."""
 
-import json
-import os
+import hashlib
 from copy import deepcopy
 from pathlib import Path
 
@@ -14,7 +13,10 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import MergeModulelist, WeightConverter, WeightRenaming, dot_natural_key
 from transformers.core_model_loading import rename_source_key as rename
 
-from common.model.lora import is_adapter
+from common.source.folder import check_weights, weight_files
+
+SAMPLES, SAMPLE_BYTES = 8, 4096
+"""Parts of a tensor that its checksum covers, from the first to the last bytes: 32 KB a tensor, to be cheap."""
 
 
 class Experts:
@@ -23,6 +25,7 @@ class Experts:
 
     def __init__(self, parts: list[list[Tensor]]):
         self.parts = parts
+        self.dtype = parts[0][0].dtype
         rows = sum(len(matrices[0]) for matrices in parts)
         self.shape = torch.Size([len(parts[0]), rows, parts[0][0].shape[1]])
 
@@ -36,26 +39,40 @@ class Experts:
         return torch.cat(found, 1)
 
 
+def is_adapter(name: str) -> bool:
+    """Whether a parameter is one of an adapter's matrices, which no folder of a model holds."""
+    return name.endswith(("lora_A", "lora_B"))
+
+
 def open_folder(path: str) -> dict[str, Tensor]:
     """The tensors in the safetensors files of a model folder or hub name. Raises ValueError if there are none: a pickle
     (pytorch_model.bin) is never read."""
     here = Path(path) if Path(path).is_dir() else Path(snapshot_download(path, allow_patterns="model*.safetensors*"))
-    index = here / "model.safetensors.index.json"
-    names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
     found = {}
-    for name in sorted(names):
-        if not (here / name).is_file():
-            raise ValueError(f"{path} lacks {name}: weights must be safetensors, because reading a pytorch_model.bin "
-                             f"can run code; convert the model with save_pretrained, or choose another")
-        if not os.access(here / name, os.R_OK):  # safetensors would say that there is none
-            raise ValueError(f"{here / name} cannot be read by this user: ask its owner for `chmod a+r`")
-        found |= load_file(here / name)
+    for file in weight_files(here, path):
+        check_weights(file)
+        found |= load_file(file)
     return found
+
+
+def fingerprint(path: str) -> str:
+    """A checksum of the weights in a folder or of a hub name: of name, dtype and shape of every tensor and of SAMPLES
+    parts of its bytes (all of a small tensor's). Whatever trains or merges a model changes it; another order of the
+    tensors in other files, or a copy elsewhere, does not."""
+    total = hashlib.sha256()
+    for name, tensor in sorted(open_folder(path).items()):
+        total.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        content = tensor.flatten().view(torch.uint8)
+        last = max(len(content) - SAMPLE_BYTES, 0)
+        for number in range(SAMPLES if last else 1):
+            start = last * number // (SAMPLES - 1)
+            total.update(content[start : start + SAMPLE_BYTES].numpy())
+    return total.hexdigest()[:16]
 
 
 def weights_of(model: PreTrainedModel, path: str, stored: dict[str, Tensor]) -> dict[str, Tensor | Experts]:
     """Every weight and saved buffer under its name in `model`, tied ones once.
-    Raises ValueError if one is missing, or has another shape."""
+    Raises ValueError if one is missing, has another shape or is quantized, or if tied ones differ."""
     stored, weights = _named_as_in(model, stored), {}
     names: dict[Tensor, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -67,6 +84,12 @@ def weights_of(model: PreTrainedModel, path: str, stored: dict[str, Tensor]) -> 
             raise ValueError(f"{path} lacks weights, {name} among them: choose a complete model")
         if found[0].shape != tensor.shape:
             raise ValueError(f"{path}: {name} is {list(found[0].shape)}, must be {list(tensor.shape)} by config.json")
+        if tensor.is_floating_point() and (not found[0].dtype.is_floating_point or found[0].dtype.itemsize < 2):
+            raise ValueError(f"{path}: {name} is {found[0].dtype}, so the model is quantized, and what is trained is "
+                             f"not: choose the model that it was made from")
+        if any(not torch.equal(found[0], other) for other in found[1:]):
+            raise ValueError(f"{path}: {' and '.join((name, *others))} are two tensors, and config.json ties them: "
+                             f"transformers would keep both, vLLM one; set tie_word_embeddings to false in it")
         weights[name] = found[0]
     return weights
 
@@ -83,9 +106,9 @@ def _named_as_in(model: PreTrainedModel, stored: dict[str, Tensor]) -> dict[str,
     for name in sorted(stored, key=dot_natural_key):
         target, pattern = rename(name, renamings, converters, prefix, wanted)
         if target not in wanted and name in wanted:
-            target, pattern = name, None
+            target, pattern = rename(name, [], [], prefix, wanted)
         if target in wanted and pattern is None:
-            found[target] = stored[name]
+            found.setdefault(target, stored[name])      # of two with one name, from_pretrained takes the first
         elif target in wanted:
             joined.setdefault(target, deepcopy(converter_of[pattern])).add_tensor(target, name, pattern, stored[name])
     for target, converter in joined.items():

@@ -1,0 +1,78 @@
+"""--rollout.extra, additional arguments of vLLM's LLM(...): refused before vLLM is imported if vLLM has none of that
+name, or if the engine could no longer be what the trainer takes it for."""
+
+import ast
+import difflib
+import importlib.util
+from pathlib import Path
+
+from rewards import json_object
+
+DECIDED = {
+    "model": "--model", "seed": "--seed", "dtype": "--policy.compute-dtype", "tensor_parallel_size": "--rollout.tp",
+    "trust_remote_code": "--policy.trust-remote-code", "max_num_seqs": "--rollout.max-num-seqs",
+    "max_model_len": "--rollout.max-response-length and --data.max-prompt-length",
+    "enable_return_routed_experts": "--policy.router-replay",
+}
+"""Arguments -> the flags that decide them."""
+ON_DEVICE = {
+    "cpu": {"kv_cache_memory_bytes": "--rollout.kv-cache-gb"},
+    "cuda": {"gpu_memory_utilization": "--rollout.gpu-memory-utilization", "enforce_eager": "--rollout.enforce-eager"},
+}
+SAMPLER = "the trainer computes log-probs of the distribution that --rollout.temperature, top-p and top-k say"
+SAME_MODEL = "engine and trainer must read the same model, in the same way"
+ENDS = "what ends a response must be known to all: --rollout.stop-token-ids and the model's own end tokens"
+STALE = "it would keep keys and values that earlier weights computed"
+FIXED = {
+    "load_format": "weights come from the trainer", "logprobs_mode": SAMPLER, "logits_processors": SAMPLER,
+    "watermark_config": SAMPLER, "distributed_executor_backend": "the engine runs in the trainer's processes",
+    "pipeline_parallel_size": "an engine has as many ranks as --rollout.tp says",
+    "enable_sleep_mode": "the engine sleeps while the trainer needs the memory",
+    "limit_mm_per_prompt": "images are as many as the data has, videos none", "mm_processor_kwargs": SAME_MODEL,
+    "mm_hasher_algorithm": SAME_MODEL, "mm_device_do_normalize": SAME_MODEL,
+    **dict.fromkeys(("tokenizer", "revision", "code_revision", "tokenizer_revision", "hf_config_path", "hf_overrides",
+                     "config_format", "model_class_overrides"), SAME_MODEL),
+    **dict.fromkeys(("generation_config", "override_generation_config"), ENDS),
+    **dict.fromkeys(("kv_transfer_config", "kv_offloading_size", "kv_offloading_backend", "ec_transfer_config"), STALE),
+}
+"""Arguments that nothing may change -> why."""
+DRAFTS = "on a CPU vLLM's rejection sampler reads memory that nothing has written (vLLM issue 55005): tokens are wrong"
+WHOLE = "on a CPU prompts are computed whole: a response's generator cannot be rewound after a part of one"
+FIXED_ON_CPU = {
+    "enforce_eager": "CPUs have no graphs", "block_size": "it is 32 on CPUs, so that short prompts are cached",
+    **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), DRAFTS),
+    **dict.fromkeys(("enable_chunked_prefill", "max_num_batched_tokens", "long_prefill_token_threshold"), WHOLE),
+}
+
+
+def check_extra(extra: str, device: str) -> None:
+    """Raise ValueError for an argument that vLLM does not have, or that would break what the trainer relies on.
+    `device`: of the engine, cpu or cuda."""
+    given = json_object("--rollout.extra", extra)
+    decided = DECIDED | ON_DEVICE[device]
+    fixed = FIXED | (FIXED_ON_CPU if device == "cpu" else {})
+    for name, value in given.items():
+        if name in decided:
+            raise ValueError(f"--rollout.extra: {name} {value} is what {decided[name]} decides; leave it out")
+        if name in fixed:
+            raise ValueError(f"--rollout.extra: {name} {value} cannot be set, because {fixed[name]}; leave it out")
+    unknown = sorted(given.keys() - (known := arguments_of_vllm())) if given else []
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], known, 3)
+        raise ValueError(f"--rollout.extra: vLLM's LLM(...) has no argument {unknown[0]}"
+                         f"{', did you mean ' * bool(near)}{' or '.join(near)}")
+
+
+def arguments_of_vllm() -> set[str]:
+    """What vLLM's LLM(...) takes, read from its source: the import takes several seconds."""
+    root = Path(importlib.util.find_spec("vllm").origin).parent
+    found = set()
+    for file, name in (("entrypoints/llm.py", "LLM"), ("engine/arg_utils.py", "EngineArgs")):
+        (made,) = [node for node in ast.parse((root / file).read_text()).body
+                   if isinstance(node, ast.ClassDef) and node.name == name]
+        for node in made.body:
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                found.add(node.target.id)
+            elif isinstance(node, ast.FunctionDef) and node.name == "__init__":
+                found |= {argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)} - {"self"}
+    return {name for name in found if not name.startswith("_")}
