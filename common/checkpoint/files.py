@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import zlib
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,25 @@ from typing import Any
 MANIFEST = "manifest.json"
 NAME = re.compile(r"step_(\d{6,})")
 """What a folder of checkpoints calls a checkpoint. Other names in it, such as step_000002.bak, are the user's."""
+
+MOST_JSON = 2**28
+"""Bytes of the largest JSON file that a run writes, such as the manifest of thousands of ranks."""
+
+
+def read_regular(path: str | Path, most_bytes: int = MOST_JSON) -> bytes:
+    """The content of a file of a run's folder, which somebody else may have made: a pipe or a device, which may never
+    end, is not read. Links are followed. Raises ValueError, which names the file, for these, for a file of more than
+    `most_bytes`, and for one that is missing or cannot be read."""
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise ValueError(f"{path} is a folder, a pipe or a device, and must be a file")
+        with open(path, "rb") as file:
+            content = file.read(most_bytes + 1)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    if len(content) > most_bytes:
+        raise ValueError(f"{path} has more than {most_bytes:,} bytes, the most that is read of such a file")
+    return content
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
@@ -24,9 +44,9 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Reads what `write_manifest` wrote; {} if the file is missing or damaged."""
     try:
-        outer = json.loads((folder / MANIFEST).read_text())
+        outer = json.loads(read_regular(folder / MANIFEST))
         is_sound = zlib.crc32(json.dumps(outer["manifest"], sort_keys=True).encode()) == outer["crc32"]
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return {}
     return outer["manifest"] if is_sound else {}
 
