@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, set_seed
 from common.checkpoint.export import export, hf_files
 from common.checkpoint.files import write_manifest
 from common.checkpoint.manager import Checkpoints, SaveConfig
+from common.checkpoint.own import check_run_folder
 from common.checkpoint.run_folder import FINISHED, finished, open_run_folder
 from common.checkpoint.signals import Watchdog
 from common.metrics import Meter, Timer
@@ -122,6 +123,7 @@ class Training:
         self.watchdog.watch(self.world.job_store)
         self.closing.callback(self.watchdog.leave)
         if self.world.trains:
+            ranks.on_main(self.world, lambda: check_run_folder(args))
             open_run_folder(args.run_dir, self.world)
         self.hf_config = read_config(args.model, args.policy)
         self.tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=args.policy.trust_remote_code)

@@ -33,18 +33,18 @@ def read_regular(path: str | Path, most_bytes: int = MOST_JSON) -> bytes:
     return content
 
 
-def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+def write_manifest(folder: Path, manifest: dict[str, Any], name: str = MANIFEST) -> None:
     """Writes the last file of a checkpoint, with a checksum of its own. Makes the folder if it is not there."""
     folder.mkdir(exist_ok=True)
     checksum = zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
-    (folder / MANIFEST).write_text(json.dumps({"crc32": checksum, "manifest": manifest}))
-    sync(folder / MANIFEST)
+    (folder / name).write_text(json.dumps({"crc32": checksum, "manifest": manifest}))
+    sync(folder / name)
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path, name: str = MANIFEST) -> dict[str, Any]:
     """Reads what `write_manifest` wrote; {} if the file is missing or damaged."""
     try:
-        outer = json.loads(read_regular(folder / MANIFEST))
+        outer = json.loads(read_regular(folder / name))
         is_sound = zlib.crc32(json.dumps(outer["manifest"], sort_keys=True).encode()) == outer["crc32"]
     except (ValueError, TypeError, KeyError, RecursionError):
         return {}
@@ -88,6 +88,11 @@ def find(path: str) -> Path:
     if not found:
         raise ValueError(f"{path} holds no complete checkpoint: give a run folder or RUN/checkpoints/step_N")
     return found[-1]
+
+
+def entry_of(path: Path) -> dict[str, int]:
+    """What a manifest says of a file."""
+    return {"size": path.stat().st_size, "crc32": crc32(path)}
 
 
 def crc32(path: Path) -> int:

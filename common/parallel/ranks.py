@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+Errors = type[Exception] | tuple[type[Exception], ...]
 DEVICES = Path("/dev")
 SAMPLERS = "RL_SAMPLERS"
 
@@ -175,7 +176,7 @@ def all_gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> li
     return values
 
 
-def together(work: Callable[[], Any], error: type[Exception], group: dist.ProcessGroup | None = None) -> list[Any]:
+def together(work: Callable[[], Any], error: Errors, group: dist.ProcessGroup | None = None) -> list[Any]:
     """The results of `work` on all ranks, in the order of ranks. If it raises `error` on some ranks, every rank raises
     the error of the first of them."""
     try:
