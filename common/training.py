@@ -18,8 +18,10 @@ from transformers import AutoTokenizer, set_seed
 from common.checkpoint.export import export, hf_files
 from common.checkpoint.files import write_manifest
 from common.checkpoint.manager import Checkpoints, SaveConfig
+from common.checkpoint.older_readers import left_out
 from common.checkpoint.own import check_run_folder
 from common.checkpoint.run_folder import FINISHED, finished, open_run_folder
+from common.checkpoint.secrets import flags_of
 from common.checkpoint.signals import Watchdog
 from common.metrics import Meter, Timer
 from common.model.attention import choose_attention
@@ -209,7 +211,8 @@ class Training:
     def _resume(self) -> None:
         args = self.args
         dtype = args.policy.compute_dtype if args.save.dtype == "auto" else args.save.dtype
-        self.hf_files = hf_files(args.model, self.policy.lm.config, self.tokenizer, dtype)
+        template_file = flags_of(args).get("--data.chat-template-file", "")
+        self.hf_files = hf_files(args.model, self.policy.lm.config, self.tokenizer, dtype, template_file)
         self.has_resumed = True
         parts = {name: (self.models[name], optimizer) for name, optimizer in self.optimizers.items()}
         self.checkpoints = Checkpoints(args, self.world, parts, self.hf_files, self.watchdog)
@@ -248,6 +251,8 @@ class Training:
                                    f"scripts that do not sample run.end_step(...)) at the end of each step")
         if self.args.save.hf != "never":
             export(self.policy, self.hf_files, self.tracker.run_dir / "model", self.world)
+            if said := left_out(flags_of(self.args)):
+                ranks.print_on_main(self.world, said)
         self.checkpoints.wait()
         if self.world.is_main:  # the other ranks may not see the last line yet
             write_manifest(self.tracker.run_dir / FINISHED, self.checkpoints.flags)

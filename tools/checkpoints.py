@@ -21,6 +21,7 @@ from tyro.conf import Positional
 from common.checkpoint.best import FILE
 from common.checkpoint.export import dtype_of, model_of, replace_hf
 from common.checkpoint.files import check_files, find, read_manifest
+from common.checkpoint.older_readers import left_out
 from common.checkpoint.own import check_replaceable, paths_in
 from common.checkpoint.state import FILE as SHARDS
 from common.checkpoint.state import load_shards, open_shards
@@ -160,6 +161,8 @@ def export_checkpoint(source: Positional[str], out: Positional[Path], adapter: b
             wanted, tensors = merged(folder, keys, flags, files)
         replace_hf(out, wanted, tensors, files)
     print(f"{folder} -> {out}")
+    if said := left_out(flags):
+        print(said)
 
 
 def list_checkpoints(run: Positional[str]) -> None:

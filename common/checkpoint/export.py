@@ -20,6 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import cached_file
 
 from common.checkpoint.files import entry_of, remove, sync, write_manifest
+from common.checkpoint.older_readers import set_template, tokenizer_files, with_old_keys
 from common.checkpoint.own import MARK, check_replaceable, hidden
 from common.model.policy import Policy
 from common.parallel.ranks import World, all_gather_objects, together
@@ -31,21 +32,33 @@ FILE_BYTES = 2**30
 
 
 def hf_files(model: str, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase,
-             dtype: str) -> dict[str, bytes]:
+             dtype: str, template_file: str = "") -> dict[str, bytes]:
     """All of a Hugging Face folder except the weights: config, generation config, tokenizer, chat template.
 
     `model` is the folder or hub name that generation_config.json comes from; `dtype` is the run's compute dtype, in
-    which weights are exported. The files are made once, in memory, because a tokenizer in use cannot be saved from
-    another thread.
+    which weights are exported; `template_file`: --data.chat-template-file, which is then the exported chat template.
+    Files of a tokenizer stay as they were. The files are made once, in memory, because a tokenizer in use cannot be
+    saved from another thread.
     """
     with tempfile.TemporaryDirectory(dir=own_folder()) as name:
         folder = Path(name)
-        config.__class__.from_dict(config.to_dict() | {"dtype": dtype}).save_pretrained(folder)
+        content = config.to_dict() | {"dtype": dtype}
+        for part in content.values():
+            if isinstance(part, dict) and "dtype" in part:      # of a model that also reads images
+                part["dtype"] = dtype
+        config.__class__.from_dict(content).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         for kind in ("generation", "processor", "preprocessor", "video_preprocessor"):      # they stay as they were
             if found := cached_file(model, f"{kind}_config.json", _raise_exceptions_for_missing_entries=False):
                 shutil.copy(found, folder)
-        return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    files |= tokenizer_files(tokenizer)
+    if template_file:
+        set_template(files, Path(template_file).read_text())
+    published = cached_file(model, "config.json", _raise_exceptions_for_missing_entries=False)
+    source = json.loads(Path(published).read_bytes()) if published else {}
+    made = with_old_keys(json.loads(files["config.json"]), source, config.__class__)
+    return files | {"config.json": json.dumps(made, indent=2, sort_keys=True).encode() + b"\n"}
 
 
 def dtype_of(files: dict[str, bytes]) -> torch.dtype:

@@ -54,7 +54,8 @@ def not_as_written(folder: Path, reads_all: bool = True) -> str:
         return ""
     files = read_manifest(folder, MARK).get("files")
     if files is None:
-        return f"has no {MARK}, in which this version names the files that it wrote ({present[0].relative_to(folder)} is there)"
+        first = present[0].relative_to(folder)
+        return f"has no {MARK}, in which this version names the files that it wrote ({first} is there)"
     for path in present:
         name = str(path.relative_to(folder))
         if name != MARK and (name not in files or not path.is_file() or path.is_symlink()):
