@@ -21,7 +21,10 @@ from common.checkpoint.choice import first_day
 from common.checkpoint.export import export, hf_files
 from common.checkpoint.files import write_manifest
 from common.checkpoint.manager import Checkpoints, SaveConfig
+from common.checkpoint.older_readers import left_out
+from common.checkpoint.own import check_run_folder
 from common.checkpoint.run_folder import FINISHED, finished, open_run_folder
+from common.checkpoint.secrets import flags_of
 from common.checkpoint.signals import Watchdog
 from common.metrics import Meter, Timer
 from common.model.attention import choose_attention
@@ -136,6 +139,7 @@ class Training:
         self.watchdog.watch(self.world.job_store)
         self.closing.callback(self.watchdog.leave)
         if self.world.trains:
+            ranks.on_main(self.world, lambda: check_run_folder(args))
             open_run_folder(args.run_dir, self.world)
         checkpoints = Path(args.run_dir).resolve() / "checkpoints"
         Clock.keep(ranks.on_main(self.world, partial(first_day, checkpoints, args.save.resume)))
@@ -246,7 +250,8 @@ class Training:
     def _resume(self) -> None:
         args = self.args
         dtype = args.policy.compute_dtype if args.save.dtype == "auto" else args.save.dtype
-        self.hf_files = hf_files(args.model, self.policy.lm.config, self.tokenizer, dtype)
+        template_file = flags_of(args).get("--data.chat-template-file", "")
+        self.hf_files = hf_files(args.model, self.policy.lm.config, self.tokenizer, dtype, template_file)
         self.has_resumed = True
         parts = {name: (self.models[name], optimizer) for name, optimizer in self.optimizers.items()}
         self.frozen = {name: num_changes(model) for name, model in self.models.items() if name not in self.optimizers}
@@ -287,6 +292,8 @@ class Training:
                                    f"scripts that do not sample run.end_step(...)) at the end of each step")
         if self.args.save.hf != "never":
             export(self.policy, self.hf_files, self.tracker.run_dir / "model", self.world)
+            if said := left_out(flags_of(self.args)):
+                ranks.print_on_main(self.world, said)
         self.checkpoints.wait()
         if self.world.is_main:  # the other ranks may not see the last line yet
             write_manifest(self.tracker.run_dir / FINISHED, self.checkpoints.flags)

@@ -21,6 +21,8 @@ from tyro.conf import Positional
 from common.checkpoint.best import FILE
 from common.checkpoint.export import dtype_of, model_of, replace_hf
 from common.checkpoint.files import check_files, find, read_manifest
+from common.checkpoint.older_readers import left_out
+from common.checkpoint.own import check_replaceable, paths_in
 from common.checkpoint.state import FILE as SHARDS
 from common.checkpoint.state import load_shards, open_shards
 from common.model.loading import SCORED
@@ -29,10 +31,6 @@ from common.source.stored import Experts, fingerprint, open_folder, weights_of
 from tools.flags import exit_with_error
 from tools.terminal import visible
 
-WRITTEN = (".json", ".safetensors", ".jinja", ".txt", ".model")
-"""How the names of an export's files end."""
-TEMPLATES = "additional_chat_templates"
-"""A folder that some tokenizers have."""
 WEIGHT, BUFFER = "policy.model.lm.", "policy.buffer.lm."
 """A checkpoint stores the policy's tensors under these prefixes and their names in transformers."""
 HEAD, HEAD_NAME = "policy.model.critic.head.weight", "score.weight"
@@ -116,20 +114,13 @@ def peft_files(adapters: dict[str, Tensor], flags: dict[str, Any]) -> dict[str, 
     return {"adapter_config.json": json.dumps(config, indent=2).encode(), "adapter_model.safetensors": content}
 
 
-def check_out(out: Path, model: str) -> None:
-    """Raises ValueError if what is at `out` was not made by an export: it would be replaced. `model`: of the run."""
-    if out.is_symlink() or (out.exists() and not out.is_dir()):
-        kind = "symbolic link" if out.is_symlink() else "file"
-        raise ValueError(f"{out} is a {kind}: name a folder that is not there")
-    if out.resolve() == Path(model).resolve():
-        raise ValueError(f"{out} is the run's --model, which would be replaced: name another folder")
-    present = sorted(out.iterdir()) if out.is_dir() else []
-    foreign = [path.name for path in present if path.name != TEMPLATES
-               and (path.is_dir() or path.is_symlink() or path.suffix not in WRITTEN)]
-    if foreign or (present and not any((out / name).is_file() for name in ("config.json", "adapter_config.json"))):
-        other = visible(foreign[0] if foreign else present[0].name)
-        raise ValueError(f"{out} is no earlier export, and would be replaced (it has {other}): name a folder that is "
-                         f"not there")
+def check_out(out: Path, flags: dict[str, Any]) -> None:
+    """Raises ValueError if what is at `out` was not made by an export: it would be replaced. `flags`: of the run, whose
+    models stay where they are."""
+    check_replaceable(out, reads_all=False)
+    for flag, value in flags.items():
+        if any(os.path.realpath(out) in (str(path), *map(str, path.parents)) for path in paths_in(value)):
+            raise ValueError(f"{out} is the run's {flag}, which would be replaced: name another folder")
 
 
 def export_checkpoint(source: Positional[str], out: Positional[Path], adapter: bool = False) -> None:
@@ -141,7 +132,7 @@ def export_checkpoint(source: Positional[str], out: Positional[Path], adapter: b
         raise ValueError(f"{folder} is damaged: {'; '.join(damage)}")
     flags = read_manifest(folder)["flags"]
     out = Path(os.path.abspath(out))                                    # "." has no name
-    check_out(out, flags.get("--model", ""))
+    check_out(out, flags)
     files = {}
     for path in [folder / "hf", *(folder / "hf").rglob("*")]:
         if path.is_symlink():
@@ -174,6 +165,8 @@ def export_checkpoint(source: Positional[str], out: Positional[Path], adapter: b
             wanted, tensors = merged(folder, keys, flags, files)
         replace_hf(out, wanted, tensors, files)
     print(f"{folder} -> {out}")
+    if said := left_out(flags):
+        print(said)
 
 
 def list_checkpoints(run: Positional[str]) -> None:

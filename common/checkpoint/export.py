@@ -4,11 +4,11 @@ import json
 import os
 import shutil
 import tempfile
+from collections import ChainMap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -19,31 +19,46 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import cached_file
 
-from common.checkpoint.files import remove, sync
+from common.checkpoint.files import entry_of, remove, sync, write_manifest
+from common.checkpoint.older_readers import set_template, tokenizer_files, with_old_keys
+from common.checkpoint.own import MARK, check_replaceable, hidden
 from common.model.policy import Policy
-from common.parallel.ranks import World, together
+from common.parallel.ranks import World, all_gather_objects, together
 from rewards.runtime.cleaner import own_folder
 
+INDEX = "model.safetensors.index.json"
 FILE_BYTES = 2**30
 """Largest size of a file of weights (unless one tensor is larger): a rank holds one file in host memory."""
 
 
 def hf_files(model: str, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase,
-             dtype: str) -> dict[str, bytes]:
+             dtype: str, template_file: str = "") -> dict[str, bytes]:
     """All of a Hugging Face folder except the weights: config, generation config, tokenizer, chat template.
 
     `model` is the folder or hub name that generation_config.json comes from; `dtype` is the run's compute dtype, in
-    which weights are exported. The files are made once, in memory, because a tokenizer in use cannot be saved from
-    another thread.
+    which weights are exported; `template_file`: --data.chat-template-file, which is then the exported chat template.
+    Files of a tokenizer stay as they were. The files are made once, in memory, because a tokenizer in use cannot be
+    saved from another thread.
     """
     with tempfile.TemporaryDirectory(dir=own_folder()) as name:
         folder = Path(name)
-        config.__class__.from_dict(config.to_dict() | {"dtype": dtype}).save_pretrained(folder)
+        content = config.to_dict() | {"dtype": dtype}
+        for part in content.values():
+            if isinstance(part, dict) and "dtype" in part:      # of a model that also reads images
+                part["dtype"] = dtype
+        config.__class__.from_dict(content).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         for kind in ("generation", "processor", "preprocessor", "video_preprocessor"):      # they stay as they were
             if found := cached_file(model, f"{kind}_config.json", _raise_exceptions_for_missing_entries=False):
                 shutil.copy(found, folder)
-        return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    files |= tokenizer_files(tokenizer)
+    if template_file:
+        set_template(files, Path(template_file).read_text())
+    published = cached_file(model, "config.json", _raise_exceptions_for_missing_entries=False)
+    source = json.loads(Path(published).read_bytes()) if published else {}
+    made = with_old_keys(json.loads(files["config.json"]), source, config.__class__)
+    return files | {"config.json": json.dumps(made, indent=2, sort_keys=True).encode() + b"\n"}
 
 
 def dtype_of(files: dict[str, bytes]) -> torch.dtype:
@@ -86,10 +101,11 @@ def published(lm: PreTrainedModel | None, tensors: Iterable[tuple[str, Tensor]],
 def replace_hf(out: Path, described: dict[str, Tensor], tensors: Iterable[tuple[str, Tensor]], files: dict[str, bytes],
                rank: int = 0, size: int = 1) -> None:
     """Writes a folder for `from_pretrained` and vLLM beside `out`, then renames it. A kill leaves the old folder or the
-    new one; between the two renames it leaves both, under hidden names. `described`: `tensors` on the meta device. Each
-    of `size` ranks writes some of the files, and holds one or two of them; the index is written last."""
-    partial, old = (out.with_name(f".{out.name}.{state}") for state in ("partial", "old"))
-    together(lambda: rank == 0 and (remove(partial), write_files(partial, files)), OSError)
+    new one; between the two renames it leaves both, under hidden names. Raises ValueError, on all ranks, if something
+    is at `out` that no export wrote. `described`: `tensors` on the meta device. Each of `size` ranks writes some of the
+    files, and holds one or two of them; the index is written last."""
+    partial = hidden(out)[0]
+    together(lambda: rank == 0 and begin(out, files), (OSError, ValueError))
     lm = model_of(files) if described else None
     plan = revert_weight_conversion(lm, described) if lm else described
     split = split_state_dict_into_shards_factory(
@@ -104,20 +120,40 @@ def replace_hf(out: Path, described: dict[str, Tensor], tensors: Iterable[tuple[
             if len(parts[file]) == len(split.filename_to_tensors[file]):
                 save_file(parts.pop(file), partial / file, {"format": "pt"})
                 (partial / file).chmod(partial.stat().st_mode & 0o666)  # of safetensors only its owner may read
-    if size > 1:
-        dist.barrier()
+    own = sorted(split.filename_to_tensors)[rank::size]
     if rank == 0:
-        if split.is_sharded:
-            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-            (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-        for path in (*partial.rglob("*"), partial):             # or a crash of the machine leaves empty files
-            sync(path)
-        if os.path.lexists(out):
-            remove(old)
-            out.rename(old)
-        partial.rename(out)
-        sync(out.parent)
+        own += files
+    if rank == 0 and split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (partial / INDEX).write_text(json.dumps(index, indent=2))
+        own.append(INDEX)
+    entries = all_gather_objects({name: entry_of(partial / name) for name in own})
+    together(lambda: rank == 0 and publish(partial, out, dict(ChainMap(*entries))), (OSError, ValueError))
+
+
+def begin(out: Path, files: dict[str, bytes]) -> None:
+    """Makes the hidden folder for what will be at `out`, with all but the weights. The mark is first, so that a kill
+    leaves nothing that the next export would not know as its own."""
+    check_replaceable(out, reads_all=False)
+    partial = hidden(out)[0]
+    remove(partial)
+    write_manifest(partial, {}, MARK)
+    write_files(partial, files)
+
+
+def publish(partial: Path, out: Path, entries: dict[str, dict[str, int]]) -> None:
+    """Gives a complete folder its name, if what has it now was made by an export and not changed since."""
+    write_manifest(partial, {"files": entries}, MARK)
+    for path in (*partial.rglob("*"), partial):                 # or a crash of the machine leaves empty files
+        sync(path)
+    check_replaceable(out)
+    old = hidden(out)[1]
+    if os.path.lexists(out):
         remove(old)
+        out.rename(old)
+    partial.rename(out)
+    sync(out.parent)
+    remove(old)
 
 
 def export(policy: Policy, files: dict[str, bytes], out: Path, world: World) -> None:
@@ -126,6 +162,8 @@ def export(policy: Policy, files: dict[str, bytes], out: Path, world: World) -> 
     dtype = dtype_of(files)
     try:
         replace_hf(out, policy.described(dtype), policy.full_tensors(dtype), files, world.rank, world.size)
+    except ValueError as error:                             # what is at `out` is not an export
+        raise ValueError(f"{error}. The last step is saved, and the same command writes {out}") from error
     except (OSError, SafetensorError) as error:             # a full disk's says no path
         raise OSError(f"{out} could not be written: {type(error).__name__}: {error}; the last step is saved, and the "
                       f"same command writes {out} again") from error

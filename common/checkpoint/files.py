@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import zlib
 from pathlib import Path
 from typing import Any
@@ -12,21 +13,40 @@ MANIFEST = "manifest.json"
 NAME = re.compile(r"step_(\d{6,})")
 """What a folder of checkpoints calls a checkpoint. Other names in it, such as step_000002.bak, are the user's."""
 
+MOST_JSON = 2**28
+"""Bytes of the largest JSON file that a run writes, such as the manifest of thousands of ranks."""
 
-def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+
+def read_regular(path: str | Path, most_bytes: int = MOST_JSON) -> bytes:
+    """The content of a file of a run's folder, which somebody else may have made: a pipe or a device, which may never
+    end, is not read. Links are followed. Raises ValueError, which names the file, for these, for a file of more than
+    `most_bytes`, and for one that is missing or cannot be read."""
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise ValueError(f"{path} is a folder, a pipe or a device, and must be a file")
+        with open(path, "rb") as file:
+            content = file.read(most_bytes + 1)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    if len(content) > most_bytes:
+        raise ValueError(f"{path} has more than {most_bytes:,} bytes, the most that is read of such a file")
+    return content
+
+
+def write_manifest(folder: Path, manifest: dict[str, Any], name: str = MANIFEST) -> None:
     """Writes the last file of a checkpoint, with a checksum of its own. Makes the folder if it is not there."""
     folder.mkdir(exist_ok=True)
     checksum = zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
-    (folder / MANIFEST).write_text(json.dumps({"crc32": checksum, "manifest": manifest}))
-    sync(folder / MANIFEST)
+    (folder / name).write_text(json.dumps({"crc32": checksum, "manifest": manifest}))
+    sync(folder / name)
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path, name: str = MANIFEST) -> dict[str, Any]:
     """Reads what `write_manifest` wrote; {} if the file is missing or damaged."""
     try:
-        outer = json.loads((folder / MANIFEST).read_text())
+        outer = json.loads(read_regular(folder / name))
         is_sound = zlib.crc32(json.dumps(outer["manifest"], sort_keys=True).encode()) == outer["crc32"]
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return {}
     return outer["manifest"] if is_sound else {}
 
@@ -68,6 +88,11 @@ def find(path: str) -> Path:
     if not found:
         raise ValueError(f"{path} holds no complete checkpoint: give a run folder or RUN/checkpoints/step_N")
     return found[-1]
+
+
+def entry_of(path: Path) -> dict[str, int]:
+    """What a manifest says of a file."""
+    return {"size": path.stat().st_size, "crc32": crc32(path)}
 
 
 def crc32(path: Path) -> int:

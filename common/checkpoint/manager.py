@@ -24,7 +24,8 @@ from torch import Tensor, get_device_module
 from common.checkpoint.best import better, choose_metric, write_best
 from common.checkpoint.choice import choose
 from common.checkpoint.export import write_files
-from common.checkpoint.files import complete_checkpoints, crc32, read_manifest, remove, sync, write_manifest
+from common.checkpoint.files import complete_checkpoints, entry_of, read_manifest, remove, sync, write_manifest
+from common.checkpoint.own import remove_checkpoint
 from common.checkpoint.secrets import differences, flags_of
 from common.checkpoint.signals import Watchdog
 from common.checkpoint.state import FILE, Parts, load_parts, save_shards, tensors_of
@@ -34,6 +35,7 @@ from common.parallel.ranks import World, all_max, check_at_least, collective_tim
 from common.source.stored import fingerprint as checksum
 from envs.stored import join, split, write_parts
 
+UNFINISHED = re.compile(r"\.step_\d{6,}\.partial")
 NOT_COMPARED = {"dtype", "torch_dtype", "transformers_version", "_name_or_path", "architectures", "use_cache"}
 """Entries of a model's config that may differ between a checkpoint and the run that continues from it."""
 MAY_CHANGE = re.compile(
@@ -132,7 +134,9 @@ class Checkpoints:
         self.writing: Future | None = None
         if world.is_main:
             for leftover in self.root.glob(".step_*"):          # A killed process leaves such folders.
-                remove(leftover)
+                if UNFINISHED.fullmatch(leftover.name):
+                    remove(leftover)
+            self._remove_deleted()
         for _, optimizer in parts.values():
             optimizer.register_step_post_hook(lambda *_: setattr(self, "dirty", True))
 
@@ -276,8 +280,11 @@ class Checkpoints:
         for old in complete_checkpoints(self.root.parent)[: -self.config.keep]:
             if old != self._folder(best.get("step", 0)):        # no checkpoint is of step 0
                 old.rename(old.with_name(f".{old.name}.deleted"))
+        self._remove_deleted()
+
+    def _remove_deleted(self) -> None:
         for deleted in self.root.glob(".step_*.deleted"):
-            remove(deleted)
+            remove_checkpoint(deleted)
 
     def _folder(self, step: int) -> Path:
         return self.root / f"step_{step:06d}"
@@ -324,7 +331,7 @@ class Checkpoints:
         for path in mine:
             path.chmod(partial.stat().st_mode & 0o666)          # of safetensors only its owner may read
             sync(path)
-        return {str(path.relative_to(partial)): {"size": path.stat().st_size, "crc32": crc32(path)} for path in mine}
+        return {str(path.relative_to(partial)): entry_of(path) for path in mine}
 
     def _publish(self, partial: Path, final: Path, manifest: dict[str, Any]) -> None:
         write_manifest(partial, manifest)

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from common.checkpoint.files import read_manifest
+from common.checkpoint.own import LOCK
 from common.checkpoint.secrets import differences, flags_of
 from common.parallel.ranks import World, all_gather_objects, on_main
 
-LOCK = ".lock"
 FINISHED = "finished"
 HELD: dict[Path, int] = {}
 """Lock files of this process -> their descriptors, which are never closed: closing any descriptor ends the lock."""

@@ -1,5 +1,6 @@
 """Processes: the group that torchrun made (or a group of one), the device, groups of ranks, sums, seeds."""
 
+import atexit
 import hashlib
 import os
 import time
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+Errors = type[Exception] | tuple[type[Exception], ...]
 DEVICES = Path("/dev")
 SAMPLERS = "RL_SAMPLERS"
 
@@ -80,6 +82,7 @@ def init(timeout_s: float = 3600.0, replicas: int = 1, sequence_parallel: int = 
                              f"(see nvidia-smi) may be too old for CUDA {torch.version.cuda}: update it "
                              f"(docs/gpus.md), or set CUDA_VISIBLE_DEVICES=-1")
         device, backend = torch.device("cpu"), "gloo"
+    atexit.register(wait_for_gloo)
     timeout = collective_timeout(timeout_s)
     store = dist.HashStore()                                                                        # this needs no port
     if job_size > 1:
@@ -139,8 +142,12 @@ def shutdown() -> None:
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
-    # A thread of gloo frees the tensors of a collective a moment after the collective has returned, for which it needs
-    # Python's lock. If Python ends meanwhile, the process aborts: "terminate called without an active exception".
+
+
+def wait_for_gloo() -> None:
+    """Called before Python ends, also by an error. A thread of gloo frees the tensors of a collective a moment after
+    the collective has returned, for which it needs Python's lock. If Python ends meanwhile, the process aborts:
+    "terminate called without an active exception"."""
     while any(map(is_busy_gloo, Path("/proc/self/task").glob("*/stat"))):
         time.sleep(0.001)
 
@@ -175,7 +182,7 @@ def all_gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> li
     return values
 
 
-def together(work: Callable[[], Any], error: type[Exception], group: dist.ProcessGroup | None = None) -> list[Any]:
+def together(work: Callable[[], Any], error: Errors, group: dist.ProcessGroup | None = None) -> list[Any]:
     """The results of `work` on all ranks, in the order of ranks. If it raises `error` on some ranks, every rank raises
     the error of the first of them."""
     try:

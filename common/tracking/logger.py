@@ -4,7 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import os
-import shutil
+import re
 import socket
 import subprocess
 import sys
@@ -24,6 +24,8 @@ from common.parallel.ranks import World, check_at_least
 from common.tracking.health import HealthCheck
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+OF_STEP = re.compile(r"(?:step|val)_(\d{6,})\.parquet")
+"""Files of responses that a run writes."""
 
 
 @dataclass
@@ -70,8 +72,8 @@ class Tracker:
         (self.run_dir / "config.json").write_text(json.dumps(flags, indent=2, default=str) + "\n")
         self._drop_lines(state.get("size", 0))
         for file in sorted((self.run_dir / "rollouts").glob("*_*.parquet")):
-            number = file.stem.partition("_")[2]                            # of a step, but in a file of the user's
-            if number.isdecimal() and int(number) > state.get("step", -1):
+            name = OF_STEP.fullmatch(file.name)                             # others are the user's
+            if name and int(name[1]) > state.get("step", -1):
                 file.unlink()
         if "wandb" in config.to:
             import wandb
@@ -83,8 +85,8 @@ class Tracker:
             from torch.utils.tensorboard import SummaryWriter
 
             folder = self.run_dir / "tensorboard"
-            if not state:
-                shutil.rmtree(folder, ignore_errors=True)
+            for file in [] if state else folder.glob("events.out.tfevents.*"):  # other files are the user's
+                file.unlink()
             # TensorBoard drops what it has of this step and later ones
             self.tensorboard = SummaryWriter(str(folder), purge_step=state["step"] + 1 if state else None)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -39,9 +39,8 @@ def exported(tiny_llama, world, tmp_path_factory):
     GenerationConfig(eos_token_id=[2, 7], bos_token_id=1, pad_token_id=2).save_pretrained(source)
     policy, optimizer = start(str(source), world)
     train(policy, optimizer, range(2))
-    out.mkdir()
-    (out / "old.safetensors").write_text("of an earlier run")
     files = export.hf_files(str(source), policy.lm.config, tokenizer, "bfloat16")
+    export.export(policy, files | {"old.safetensors": b"of an earlier run"}, out, world)
     export.export(policy, files, out, world)
     return policy, tokenizer, out
 
@@ -121,7 +120,8 @@ def test_a_checkpoint_becomes_a_folder_for_hugging_face(trained, exported, model
     want = {name: tensor.bfloat16() for name, tensor in trained[0].full_tensors(torch.float32)}
     assert_same({name: parameter.detach() for name, parameter in loaded.named_parameters()}, want)
     names = sorted(path.name for path in (folder / "hf").iterdir())
-    assert sorted([*names, "model.safetensors"]) == sorted(path.name for path in (tmp_path / "again").iterdir())
+    found = sorted(path.name for path in (tmp_path / "again").iterdir())
+    assert found == sorted([*names, "model.safetensors", "plainrl.json"])
     assert all((tmp_path / "again" / n).read_bytes() == (folder / "hf" / n).read_bytes() for n in names)
     (folder / "__0_0.safetensors").write_bytes(bytes(folder.joinpath("__0_0.safetensors").stat().st_size))
     with pytest.raises(ValueError, match=r"step_000002 is damaged: __0_0.safetensors is missing or has another"):
@@ -233,17 +233,51 @@ def test_whatever_ends_an_export_loses_no_folder(tmp_path, monkeypatch):
     assert [folder.name for folder in tmp_path.iterdir()] == ["model"] and value_in(out) == 3.0
 
 
-@pytest.mark.parametrize("kind", ["link", "file"])
-def test_an_export_replaces_a_link_or_a_file(kind, tmp_path):
-    """Of a folder that was moved elsewhere the link alone."""
-    out, moved = tmp_path / "model", tmp_path / "moved"
-    write(moved, 1.0)
-    if kind == "link":
-        out.symlink_to(moved)
-    else:
-        out.touch()
-    write(out, 2.0)
-    assert value_in(out) == 2.0 and value_in(moved) == 1.0 and not out.is_symlink()
+FOREIGN = {
+    "link": lambda out: (out.rename(out.with_name("moved")), out.symlink_to("moved")),
+    "file": lambda out: (shutil.rmtree(out), out.touch()),
+    "notes": lambda out: (out / "notes.md").touch(),
+    "results": lambda out: (out / "eval_results.json").touch(),
+    "folder": lambda out: ((out / "onnx").mkdir(), (out / "onnx/model.onnx").touch()),
+    "hidden": lambda out: (out / ".gitattributes").touch(),
+    "linked": lambda out: (out / "tokenizer.model").symlink_to("/none"),
+    "weights": lambda out: save_file({"weight": torch.zeros(3)}, out / "model.safetensors"),    # of the same size
+    "config": lambda out: (out / "config.json").write_bytes(TINY["config.json"].replace(b"own", b"OWN")),
+    "another model": lambda out: (out / "plainrl.json").unlink(),       # or one of an earlier version
+    "damaged mark": lambda out: (out / "plainrl.json").write_text('{"crc32": 1, "manifest": {"files": {}}}'),
+    "beside": lambda out: (out.parent / ".model.partial").mkdir() or (out.parent / ".model.partial/mine").touch(),
+    "old": lambda out: (out.parent / ".model.old").touch(),
+}
+
+
+@pytest.mark.parametrize("change", FOREIGN)
+def test_an_export_replaces_nothing_that_no_export_wrote(change, tmp_path):
+    write(tmp_path / "model", 1.0)
+    FOREIGN[change](tmp_path / "model")
+    before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
+    with pytest.raises(ValueError, match=f"^{tmp_path}/.*: move it away|^{tmp_path}.*move it away, or delete it"):
+        write(tmp_path / "model", 2.0)
+    found = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
+    assert {path: found.get(path) for path in before} == before
+    assert {path.relative_to(tmp_path).parts[0] for path in found.keys() - before.keys()} <= {".model.partial"}
+
+
+def test_a_copy_of_an_export_is_one_and_an_empty_folder_is_nothing(tmp_path):
+    write(tmp_path / "model", 1.0)
+    shutil.copytree(tmp_path / "model", tmp_path / "copy")
+    (tmp_path / "empty/folders").mkdir(parents=True)
+    for name in ("copy", "empty"):
+        write(tmp_path / name, 2.0)
+        assert value_in(tmp_path / name) == 2.0
+
+
+@pytest.mark.parametrize("names", [[], ["plainrl.json"], ["plainrl.json", "config.json"]])
+def test_what_a_killed_export_left_is_in_nobodys_way(names, tmp_path):
+    (tmp_path / ".model.partial").mkdir()
+    for name in names:
+        (tmp_path / ".model.partial" / name).touch()
+    write(tmp_path / "model", 1.0)
+    assert [folder.name for folder in tmp_path.iterdir()] == ["model"]
 
 
 def test_an_export_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
@@ -251,7 +285,7 @@ def test_an_export_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(export, "sync", lambda path: synced.append(path.relative_to(tmp_path).as_posix()))
     write(tmp_path / "model", 1.0)
-    files_of_it = [".model.partial", ".model.partial/config.json", ".model.partial/model.safetensors"]
+    files_of_it = [f".model.partial{name}" for name in ("", "/config.json", "/model.safetensors", "/plainrl.json")]
     assert sorted(synced[:-1]) == files_of_it and synced[-1] == "."
 
 
@@ -261,22 +295,26 @@ def write_checkpoint(run, **manifest):
     (folder / "hf").mkdir(parents=True)
     (folder / "a").write_text("a")
     files = {"a": {"size": 1, "crc32": crc32(folder / "a")}}
-    content = {"files": files, "world_size": 1, "state": {"step": 1}, "flags": {"--model": str(run / "base")}}
+    content = {"files": files, "world_size": 1, "state": {"step": 1}, "flags": {"--model": str(run / "base"),
+                                                                                 "--teacher": ["a=exported"]}}
     write_manifest(folder, content | manifest)
     return folder
 
 
 @pytest.mark.parametrize(("out", "rule"), [
-    ("run", r"run is no earlier export, and would be replaced \(it has base\)"),
-    ("run/checkpoints", r"\(it has step_000001\)"), ("run/checkpoints/step_000001", r"\(it has a\)"),
-    (".", r"\(it has file\)"), ("file", "file is a file"), ("link", "link is a symbolic link"),
-    ("run/base", "base is the run's --model, which would be replaced"), ("notes", r"\(it has mine.txt\)"),
+    ("run", r"run would be replaced, and has no plainrl.json, .*base/config.json is there"),
+    ("run/checkpoints", "step_000001/a is there"), ("run/checkpoints/step_000001", "a is there"),
+    (".", "exported/config.json is there"), ("file", "file is a file"), ("link", "link is a symbolic link"),
+    ("run/base", "config.json is there"), ("notes", "mine.txt is there"), ("model", "config.json is there"),
+    ("exported", "exported is the run's --teacher, which would be replaced"),
+    (".exported.old/../exported", "exported is the run's --teacher"),
 ])
 def test_an_export_replaces_nothing_but_an_export(out, rule, tmp_path, monkeypatch):
     write_checkpoint(tmp_path / "run")
-    for name in ("run/base/config.json", "notes/mine.txt", "file"):
+    for name in ("run/base/config.json", "notes/mine.txt", "file", "model/eval_results.json", "model/config.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("mine")
+    write(tmp_path / "exported", 1.0)
     (tmp_path / "link").symlink_to("notes")
     before = sorted(tmp_path.rglob("*"))
     monkeypatch.chdir(tmp_path)

@@ -212,7 +212,8 @@ def test_the_adapters_of_pefts_format_by_hand(in_peft, tiny_llama):
     assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 4, 8.0)
     assert set(config["target_modules"]) == {f"{x}_proj" for x in ("q", "k", "v", "o", "gate", "up", "down")}
     assert config["base_model_name_or_path"] == tiny_llama
-    assert sorted(path.name for path in adapter.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    names = ["adapter_config.json", "adapter_model.safetensors", "plainrl.json"]
+    assert sorted(path.name for path in adapter.iterdir()) == names
     tensors = load_file(adapter / "adapter_model.safetensors")
     model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float64)
     pattern = re.compile(r"base_model\.model\.(model\.layers\.\d\.\w+\.\w+)\.lora_([AB])\.weight")

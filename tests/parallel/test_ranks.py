@@ -30,7 +30,7 @@ group = dist.new_group()
 tensor = torch.zeros(50 * 2**20, dtype=torch.uint8)
 sys.setswitchinterval(60)
 dist.all_gather([torch.empty_like(tensor)], tensor, group=group, async_op=True)
-ranks.shutdown()
+{end}
 """
 
 
@@ -129,7 +129,11 @@ def test_every_group_has_the_time_limit(monkeypatch):
     assert limits == [limit] * 5
 
 
-def test_python_ends_after_the_threads_of_gloo_have_freed_their_tensors():
-    """Else the process may abort, with all of its work done: "terminate called without an active exception"."""
-    done = subprocess.run([sys.executable, "-c", LEAVES_EARLY], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+@pytest.mark.parametrize(("end", "code"), [
+    ("ranks.shutdown()", 0), ("sys.exit(2)", 2), ("sys.exit(143)", 143), ("1 / 0", 1), ("", 0),
+])
+def test_python_ends_after_the_threads_of_gloo_have_freed_their_tensors(end, code):
+    """However it ends. Else the process may abort: "terminate called without an active exception"."""
+    program = LEAVES_EARLY.format(end=end)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr[-2000:]
