@@ -56,7 +56,7 @@ class Args:
     eval_n: int = 4
     """Sampled responses per validation prompt (mean@N, best@N, maj@N), besides the greedy response; 0: greedy only."""
     eval_temperature: float = 1.0
-    """Sampling temperature of these responses. 0: all are greedy."""
+    """Sampling temperature of these responses. 0: all are greedy. Needs --eval-n."""
     eval_prompts: int = 0
     """Most validation prompts, spread evenly over the files; 0: all."""
     prompts_per_chunk: int = 512
