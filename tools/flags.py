@@ -16,7 +16,7 @@ import tyro
 from common.checkpoint.secrets import flags_of
 
 ROOT = Path(__file__).resolve().parent.parent
-OF_VERL = re.compile(r"\+{0,2}(data|algorithm|trainer|actor_rollout_ref|critic|reward_model|reward|custom_reward_function)"
+OF_VERL = re.compile(r"\+{0,2}(data|algorithm|trainer|actor_rollout_ref|critic|reward_model|custom_reward_function)"
                      r"(\.\w+)+=")
 
 
