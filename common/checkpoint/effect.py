@@ -106,12 +106,14 @@ def reason(kind: str, condition: str, flag: str, given: dict[str, Any], device: 
         return ""
     if kind == "Only for":
         return f"does nothing here: it is only for {condition}"
-    with_others = " and ".join(named(*pair) for pair in values.items())
+    with_others = "with " + " and ".join(named(*pair) for pair in values.items())
+    if all(value in (None, "", []) for value in values.values()):
+        with_others = f"without {' or '.join(values)}"
     if kind == "Not with":
-        return f"does nothing with {with_others}: leave one of them out"
+        return f"does nothing {with_others}: leave one of them out"
     if not values:
         return f"does nothing in this script, as it needs {condition}: leave {flag} out"
-    return f"does nothing with {with_others}: set {condition}, or leave {flag} out"
+    return f"does nothing {with_others}: set {condition}, or leave {flag} out"
 
 
 def is_met(value: Any, wanted: list[str]) -> bool:

@@ -473,8 +473,8 @@ def test_losses_and_preferences_are_drawn(browser, tmp_path):
     assert browser.texts(".chart:nth-child(2) .legend b") == ["0.25", "0.3"]
     assert browser.texts(".chart:nth-child(4) .legend span") == ["chosen_reward", "margin", "rejected_reward"]
     assert min(painted(browser, *BLUE)) > 50
-    smooth_and_raw = browser.evaluate("plots[1].data.slice(1)")
-    assert smooth_and_raw[0] != smooth_and_raw[1] and smooth_and_raw[2] == smooth_and_raw[3]
+    train, val, smooth_train, smooth_val = browser.evaluate("plots[1].data.slice(1)")      # the smooth ones above
+    assert train != smooth_train and val == smooth_val
     tools.report.main(tools.report.Args(runs))
     browser.open(tmp_path / "a/report.html")
     assert browser.texts(".chart:nth-child(1) .legend span") == [
@@ -539,6 +539,23 @@ def test_long_runs_open_smoothed_with_every_line_in_sight(browser, tmp_path):
     assert min(counts) > 300
     browser.evaluate("go({smooth: '0'})")
     wait_for(browser, "location.hash.includes('smooth=0')")
+
+
+@needs_browser
+def test_rollouts_open_where_tokens_are_coloured_and_flags_keep_their_words(browser, tmp_path):
+    run = make_run(tmp_path / "run")
+    write_validation(run, 0, num_prompts=2, num_samples=2)
+    tools.report.main(tools.report.Args((str(run),)))
+    open_rollouts(browser, run / "report.html")
+    assert browser.texts("#detail h2")[0].startswith("step 1, group 0")        # not the validation before it
+    assert browser.texts("#rows .row.on")[0].startswith("1")
+    browser.call("Emulation.setDeviceMetricsOverride", width=390, height=800, deviceScaleFactor=1, mobile=False)
+    try:
+        browser.open(run / "report.html", "#tab=flags")
+        heights = browser.evaluate("[...document.querySelectorAll('#flags td')].map(cell => cell.offsetHeight)")
+        assert len(heights) > 6 and max(heights) < 40                           # one line each
+    finally:
+        browser.call("Emulation.setDeviceMetricsOverride", width=1500, height=1000, deviceScaleFactor=1, mobile=False)
 
 
 @needs_browser
