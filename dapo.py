@@ -62,11 +62,12 @@ class Args(RunArgs):
     on_few_groups: Literal["train", "stop"] = "train"
     """Fewer groups with unequal rewards than prompts_per_step after max_gen_batches: train on those, or stop."""
     keep_surplus: bool = False
-    """Keep groups beyond prompts_per_step for the next step, one policy older, instead of dropping them."""
+    """Keep groups beyond prompts_per_step for the next step, one policy older, instead of dropping them. Needs
+    --max-gen-batches above 1."""
     overlong_buffer: int = 0
     """Tokens before the longest response in which the penalty grows from 0 to overlong_factor. 0: no penalty."""
     overlong_factor: float = 1.0
-    """The most that a response loses for its length."""
+    """The most that a response loses for its length. Needs --overlong-buffer."""
     mask_truncated: bool = False
     """Leave responses that were truncated out of the loss (they stay in their group's statistics)."""
     norm_by_std: bool = True
@@ -74,7 +75,7 @@ class Args(RunArgs):
     kl_loss_coef: float = 0.0
     """Factor of KL(policy || reference) in the loss. 0: the loss needs no reference model."""
     kl_estimator: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = "k3"
-    """Per-token estimate of the KL; + keeps the value and uses the unbiased gradient."""
+    """Per-token estimate of the KL; + keeps the value and uses the unbiased gradient. Needs --kl-loss-coef."""
     entropy_coef: float = 0.0
     """Factor of the entropy bonus."""
 

@@ -54,7 +54,7 @@ class Args(RunArgs):
     answers_per_step: int = 0
     """Further rows in one step whose answer is the data's, over all ranks (GKD: its share is 1 - lambda)."""
     answer_key: str = "answer"
-    """Entry of extra_info with the data's answer, a text."""
+    """Entry of extra_info with the data's answer, a text. Needs --answers-per-step."""
     minibatches_per_step: int = 1
     """Optimizer steps per pass over the step's responses."""
     epochs_per_step: int = 1
@@ -67,12 +67,12 @@ class Args(RunArgs):
     divergence: Literal["reverse-kl", "forward-kl", "jsd"] = "reverse-kl"
     """What is minimised, of policy and teacher: a function in this file."""
     beta: float = 0.5
-    """jsd: the teacher's share of the mixture, in (0, 1)."""
+    """jsd: the teacher's share of the mixture, in (0, 1). Needs --divergence jsd."""
     top_k: int = 0
     """Sum only over the k most probable words, for comparison with what others compute. 0: over the whole vocabulary.
     """
     top_k_of: Literal["teacher", "student"] = "teacher"
-    """Whose words --top-k takes."""
+    """Whose words --top-k takes. Needs --top-k."""
     reward_coef: float = 0.0
     """Factor of the policy gradient of the rewards. 0: scores are only reported."""
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import errors
 
+from common.checkpoint.effect import check_effect
 from common.checkpoint.run_folder import open_run_folder
 from common.dataset.store import load_prompts
 from common.engine.base import EngineSetup, RolloutConfig, validation_sampling
@@ -56,7 +57,7 @@ class Args:
     eval_n: int = 4
     """Sampled responses per validation prompt (mean@N, best@N, maj@N), besides the greedy response; 0: greedy only."""
     eval_temperature: float = 1.0
-    """Sampling temperature of these responses. 0: all are greedy."""
+    """Sampling temperature of these responses. 0: all are greedy. Needs --eval-n."""
     eval_prompts: int = 0
     """Most validation prompts, spread evenly over the files; 0: all."""
     prompts_per_chunk: int = 512
@@ -107,6 +108,8 @@ def main(args: Args) -> None:
     check(args)
     sizes = args.policy.replicas, args.policy.sequence_parallel, args.policy.expert_parallel
     world = ranks.init(0.0, *sizes)                 # without a time limit: ranks may wait long for the slowest chunk
+    for line in check_effect(args, world.device.type):
+        print_on_main(world, f"flags  {line}")
     open_run_folder(args.run_dir, world)
     folder = Path(args.run_dir)
     source = on_main(world, partial(model_source.resolve, args.model))

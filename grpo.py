@@ -57,7 +57,7 @@ class Args(RunArgs):
     kl_loss_coef: float = 0.0
     """Factor of KL(policy || reference) in the loss. 0: the loss needs no reference model."""
     kl_estimator: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = "k3"
-    """Per-token estimate of the KL; + keeps the value and uses the unbiased gradient."""
+    """Per-token estimate of the KL; + keeps the value and uses the unbiased gradient. Needs --kl-loss-coef."""
     entropy_coef: float = 0.0
     """Factor of the entropy bonus."""
 

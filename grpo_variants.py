@@ -91,11 +91,11 @@ class Args(RunArgs):
     kl_reward_coef: float = 0.0
     """Factor of KL(old policy || reference) taken off every token's reward."""
     kl_reward_estimator: Literal["k1", "abs", "k2", "k3"] = "k1"
-    """Per-token estimate of the KL in the reward."""
+    """Per-token estimate of the KL in the reward. Needs --kl-reward-coef."""
     kl_loss_coef: float = 0.0
     """Factor of KL(policy || reference) in the loss. 0: the loss needs no reference model."""
     kl_estimator: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = "k3"
-    """Per-token estimate of the KL; + keeps the value and uses the unbiased gradient."""
+    """Per-token estimate of the KL; + keeps the value and uses the unbiased gradient. Needs --kl-loss-coef."""
     entropy_coef: float = 0.0
     """Factor of the entropy bonus."""
 

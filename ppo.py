@@ -75,17 +75,19 @@ class Args(RunArgs):
     kl_reward_coef: float = 0.0
     """Factor of KL(old policy || reference) taken off every token's reward."""
     kl_reward_estimator: Literal["k1", "abs", "k2", "k3"] = "k1"
-    """Per-token estimate of the KL in the reward."""
+    """Per-token estimate of the KL in the reward. Needs --kl-reward-coef."""
     kl_controller: Literal["fixed", "adaptive"] = "fixed"
-    """adaptive: kl_reward_coef moves so that the KL stays near --kl-target (Ziegler et al. 2019, sec. 2.2)."""
+    """adaptive: kl_reward_coef moves so that the KL stays near --kl-target (Ziegler et al. 2019, sec. 2.2). Needs
+    --kl-reward-coef."""
     kl_target: float = 0.1
-    """KL that the adaptive controller aims at: nats per token, averaged over each response, then over responses."""
+    """KL that the adaptive controller aims at: nats per token, averaged over each response, then over responses. Needs
+    --kl-controller adaptive."""
     kl_horizon: float = 10000.0
-    """Responses over which the adaptive controller corrects a relative error of 1."""
+    """Responses over which the adaptive controller corrects a relative error of 1. Needs --kl-controller adaptive."""
     kl_loss_coef: float = 0.0
     """Factor of KL(policy || reference) in the loss. 0: the loss needs no reference model."""
     kl_estimator: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = "k3"
-    """Per-token estimate of the KL; + keeps the value and uses the unbiased gradient."""
+    """Per-token estimate of the KL; + keeps the value and uses the unbiased gradient. Needs --kl-loss-coef."""
     entropy_coef: float = 0.0
     """Factor of the entropy bonus."""
     advantage_per_step: bool = False

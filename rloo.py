@@ -57,21 +57,22 @@ class Args(RunArgs):
     loss: Literal["reinforce", "ppo"] = "reinforce"
     """Loss of a token: a function in this file. ppo clips, for several updates per rollout (REINFORCE++)."""
     clip_low: float = 0.2
-    """Lower clip: the ratio counts down to 1 - clip_low."""
+    """Lower clip: the ratio counts down to 1 - clip_low. Needs --loss ppo."""
     clip_high: float = 0.2
-    """Upper clip: the ratio counts up to 1 + clip_high."""
+    """Upper clip: the ratio counts up to 1 + clip_high. Needs --loss ppo."""
     clip_dual: float = 3.0
-    """Where the advantage is negative, the loss is at most -A * clip_dual (arXiv 1912.09729). 1e9: no limit."""
+    """Where the advantage is negative, the loss is at most -A * clip_dual (arXiv 1912.09729). 1e9: no limit. Needs
+    --loss ppo."""
     gamma: float = 1.0
     """Discount per token. Only reinforce++, remax and otb discount."""
     kl_reward_coef: float = 0.0
     """Factor of KL(old policy || reference) taken off every token's reward."""
     kl_reward_estimator: Literal["k1", "abs", "k2", "k3"] = "k1"
-    """Per-token estimate of the KL in the reward."""
+    """Per-token estimate of the KL in the reward. Needs --kl-reward-coef."""
     kl_loss_coef: float = 0.0
     """Factor of KL(policy || reference) in the loss. 0: the loss needs no reference model."""
     kl_estimator: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = "k3"
-    """Per-token estimate of the KL; + keeps the value and uses the unbiased gradient."""
+    """Per-token estimate of the KL; + keeps the value and uses the unbiased gradient. Needs --kl-loss-coef."""
     entropy_coef: float = 0.0
     """Factor of the entropy bonus."""
 

@@ -34,12 +34,14 @@ class CorrectionConfig:
     weights: Literal["none", "token", "sequence", "geometric"] | None = None
     """Multiply token losses by p_old / p_rollout: the token's, the whole response's, or that one's geometric mean."""
     upper: float | None = None
-    """Truncate larger weights to this (TIS). Default: the preset's, or 2. The rollout_is metrics use it even with
-    --correction.weights none."""
+    """Truncate larger weights to this (TIS). Default: the preset's, or 2. Without weights only the rollout_is metrics
+    use it. Only for --correction.weights or --correction.preset."""
     lower: float | None = None
-    """Raise smaller weights to this. Default: the preset's, or 0 (no floor)."""
+    """Raise smaller weights to this. Default: the preset's, or 0 (no floor). Needs --correction.weights or
+    --correction.preset."""
     outside: Literal["clamp", "zero"] | None = None
-    """zero: weights outside [lower, upper] become 0 instead (IcePop, arXiv 2510.18855). Their tokens stay counted."""
+    """zero: weights outside [lower, upper] become 0 instead (IcePop, arXiv 2510.18855). Their tokens stay counted.
+    Needs --correction.weights or --correction.preset."""
     batch_normalise: bool = False
     """Divide weights by their mean over the mini-batch's tokens (or responses). Costs a forward pass per step."""
     reject: tuple[Literal["none", "k1", "k2", "k3"], ...] | None = None

@@ -18,9 +18,10 @@ class TemplateConfig:
     template: Literal["chat", "plain"] = "chat"
     """plain: message contents joined by blank lines, without a chat template (base models)."""
     chat_template_file: str = ""
-    """A Jinja file to use instead of the tokenizer's chat template."""
+    """A Jinja file to use instead of the tokenizer's chat template. Needs --data.template chat."""
     chat_template_kwargs: str = "{}"
-    """Further arguments of the chat template, as a JSON object, e.g. '{"enable_thinking": false}'."""
+    """Further arguments of the chat template, as a JSON object, e.g. '{"enable_thinking": false}'. Needs
+    --data.template chat."""
 
 
 @dataclass
@@ -32,9 +33,9 @@ class DataConfig(TemplateConfig):
     prompt_column: str = "prompt"
     """Column with the prompt: a list of {role, content}, or a string (one user message)."""
     data_source_column: str = "data_source"
-    """Column with the name that selects the reward."""
+    """Column with the name that selects the reward. Not with --data.data-source."""
     reward_model_column: str = "reward_model"
-    """Column with {style, ground_truth}; the reward function gets ground_truth."""
+    """Column with {style, ground_truth}; the reward function gets ground_truth. Not with --data.ground-truth-column."""
     ground_truth_column: str = ""
     """Column whose value is the ground truth, for files without a reward_model column."""
     data_source: str = ""

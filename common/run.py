@@ -40,9 +40,10 @@ class RunArgs(TrainArgs):
     """Flags that every script has which samples from its policy."""
 
     eval_n: int = 4
-    """Sampled responses per validation prompt (mean@N, best@N, maj@N), besides the greedy response; 0: greedy only."""
+    """Sampled responses per validation prompt (mean@N, best@N, maj@N), besides the greedy response; 0: greedy only.
+    Needs --val-data."""
     eval_temperature: float = 1.0
-    """Sampling temperature of these responses. 0: all are greedy."""
+    """Sampling temperature of these responses. 0: all are greedy. Needs --val-data and --eval-n."""
     run_zero_advantage: bool = False
     """Run the responses through the model on which no term of the loss has a gradient, too. By default they are left
     out: they count in the denominators, so the gradient is the same, but not in actor/ metrics."""

@@ -18,6 +18,7 @@ import torch
 from transformers import set_seed
 
 from common.checkpoint.choice import first_day
+from common.checkpoint.effect import check_effect
 from common.checkpoint.export import export, hf_files
 from common.checkpoint.files import write_manifest
 from common.checkpoint.manager import Checkpoints, SaveConfig
@@ -51,6 +52,7 @@ from common.rollout import Minibatch
 from common.tracking.console import batch_line, step_line, summary, val_line
 from common.tracking.logger import LogConfig, Tracker
 from common.tracking.phase import Phase
+from common.tracking.start import check_best_metric, notes
 from common.tracking.step import peak_flops, step_metrics
 from envs.runtime.template import Clock
 
@@ -76,9 +78,9 @@ class TrainArgs:
     with the prompts of one rollout, also where dapo.py samples several: then there are more passes."""
 
     eval_every: int = 10
-    """Steps between validations; also before the first and after the last step. 0: only these two."""
+    """Steps between validations; also before the first and after the last step. 0: only these two. Needs --val-data."""
     eval_prompts: int = 512
-    """Most validation prompts, spread evenly over the files; 0: all."""
+    """Most validation prompts, spread evenly over the files; 0: all. Needs --val-data."""
 
     policy: ModelConfig = field(default_factory=ModelConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
@@ -126,12 +128,12 @@ class Training:
     def __enter__(self) -> Self:
         """Join the ranks, check the flags, take the run folder."""
         args = self.args
-        if args.save.keep_best and not args.val_data:
-            raise ValueError("--save.keep-best ranks checkpoints by their validation: give --val-data, or leave it out")
         self.watchdog = Watchdog(args.save.timeout_s)  # before the ranks meet: one of them may never come
         policy = args.policy
         self.world = ranks.init(args.save.timeout_s, policy.replicas, policy.sequence_parallel, policy.expert_parallel)
         self.closing.callback(ranks.shutdown)
+        for line in check_effect(args, self.world.device.type):
+            ranks.print_on_main(self.world, f"flags  {line}")
         if said := ranks.on_main(self.world, lambda: finished(args)):
             ranks.print_on_main(self.world, said)
             ranks.shutdown()
@@ -160,6 +162,10 @@ class Training:
             if rows is not None and self.world.trains:
                 ranks.print_on_main(self.world, f"{name:5}  {rows.loaded.summary()}")
                 rows.loaded.write_skipped(f"{args.run_dir}/skipped_{name}.jsonl")
+        check_best_metric(args.save.best_metric, self.val_set)
+        if self.world.is_main:
+            for line in notes(args, (self.total_steps, rows_per_step), self.train_set, self.val_set):
+                ranks.print_on_main(self.world, f"note   {line}")
 
     def plan_memory(self, max_tokens: int, frozen: str | tuple = "", critic: str = "") -> int:
         """Return the token budget of a micro-batch: `max_tokens`, or if that is 0 the largest that fits. `frozen`,

@@ -12,10 +12,11 @@ import builtins
 import contextlib
 import dataclasses
 import io
-import json
 import os
+import re
 import socket
 import sys
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +24,7 @@ from typing import Any, ClassVar
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
+from common.checkpoint.effect import check_effect
 from common.checkpoint.secrets import flags_of
 from common.source.folder import check_folder
 from tools.flags import exit_with_error, read_flags, run_script
@@ -43,23 +45,6 @@ LEAST = {
     "--reward.max-error-frac": (0, " (0: no sample may fail)"),
 }
 """The least value of flags, and what it means: verl and vLLM say -1 where 0 means all here."""
-OF_EPISODES = ("max-turns", "tool-timeout-s", "episodes-at-once", "lockstep", "drop", "rewritten-history",
-               "tool-result-tokens", "tool-parser")
-NEEDED: dict[str, tuple[str, list]] = {
-    **{f"--rollout.{name}": ("--rollout.episode", [""]) for name in OF_EPISODES},
-    "--rollout.max-staleness": ("--rollout.in-flight", [1]), "--lora.alpha": ("--lora.rank", [0]),
-    "--reward-model.weight": ("--reward-model.path", [""]), "--overlong-factor": ("--overlong-buffer", [0]),
-    "--kl-controller": ("--kl-reward-coef", [0]),
-    **dict.fromkeys(("--kl-target", "--kl-horizon"), ("--kl-controller", ["fixed"])),
-    **dict.fromkeys(("--clip-low", "--clip-high", "--clip-dual"), ("--loss", ["reinforce"])),
-    "--beta": ("--divergence", ["reverse-kl", "forward-kl"]), "--top-k-of": ("--top-k", [0]),
-    "--answer-key": ("--answers-per-step", [0]), "--keep-surplus": ("--max-gen-batches", [1]),
-    "--log.wandb-project": ("--log.to", [[], ["tensorboard"]]),
-    **{f"{optim}.min-lr-frac": (f"{optim}.schedule", ["constant"]) for optim in ("--optim", "--critic-optim")},
-    **dict.fromkeys(("--correction.lower", "--correction.outside"), ("--correction.weights", [None, "none"])),
-}
-"""A flag -> another one, and the values of that one with which it does nothing. Whoever gives the first and forgets the
-second would train without the penalty, the adapters or the filter that the command asks for."""
 
 
 class NeedsModels(Exception):
@@ -161,13 +146,14 @@ def check_command(script: Path) -> None:
             args = read_flags(own["Args"], own.module.__doc__ or "")
         check_numbers(args)
         check_effect(args)
+        check_rollouts(args)
         check_paths(args)
         check_ranks(args)
         for name in [name for name in ("check", "check_supervised") if name in own.statements][:1]:
             own[name](args)
     except SystemExit as end:
         if end.code and framed.getvalue():  # tyro's, not that of a fork's own check
-            print(f"error: {in_one_line(framed.getvalue())}", file=sys.stderr)
+            print(f"error: {in_one_line(framed.getvalue(), nested_flags(own['Args']))}", file=sys.stderr)
         raise
     except ValueError as error:
         exit_with_error(error)
@@ -179,13 +165,26 @@ def check_command(script: Path) -> None:
         Definitions.files.clear()
 
 
-def in_one_line(framed: str) -> str:
-    """tyro's message without its frame and the help of the flag."""
+def nested_flags(flags: Any) -> list[str]:
+    """The flags that have a group, such as --optim.lr."""
+    return [f"--{group.name}.{field.name}".replace("_", "-") for group in dataclasses.fields(flags)
+            if dataclasses.is_dataclass(group.type) for field in dataclasses.fields(group.type)]
+
+
+def in_one_line(framed: str, nested: Sequence[str] = ()) -> str:
+    """tyro's message without its frame and the help of the flag. Of an unknown option that is one of the `nested` flags
+    without its group, that flag is meant; TRL's form of a flag gets the tool that translates its commands."""
     lines = [line.strip("│╭╮╰╯ ") for line in framed.splitlines()]
     groups = groupby(lines, lambda line: line.startswith("─"))
     mistake, *sections = [" ".join(group) for is_rule, group in groups if not is_rule]
     meant = [section.split()[3] for section in sections if section.startswith("Perhaps you meant:")]
-    return f"{mistake}; did you mean {meant[0]}?" if meant else mistake
+    unknown = mistake.removeprefix("Unrecognized options: ").split() if mistake.startswith("Unrecognized") else []
+    for word in unknown[:1]:
+        name = word.partition("=")[0].strip("-,").replace("_", "-")
+        meant = [flag for flag in nested if flag.rpartition(".")[2] == name] or meant[:1]
+        if re.match(r"--[a-z]+_\w+", word):
+            mistake += "; a command of TRL's is translated by `python -m tools.from_trl`"
+    return f"{mistake}; did you mean {' or '.join(meant)}?" if meant else mistake
 
 
 def check_numbers(args: Any) -> None:
@@ -206,19 +205,13 @@ def check_numbers(args: Any) -> None:
                          f"least {1 + 1 / max(prompts, 1):.4g}")
 
 
-def check_effect(args: Any) -> None:
-    """Raise ValueError for a flag that was given and does nothing, because another one was not. Scripts that lack one
-    of the two are left alone."""
-    required = {field.name: vars(args)[field.name] for field in dataclasses.fields(args)
-                if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING}
-    given, defaults = flags_of(args), flags_of(type(args)(**required))
-    has_preset = given.get("--correction.preset", "disabled") != "disabled"     # which may have the weights
-    for flag, (other, idle) in NEEDED.items():
-        is_given = other in given and given.get(flag) != defaults.get(flag)
-        if is_given and given[other] in idle and not (has_preset and other == "--correction.weights"):
-            value = given[flag] if isinstance(given[flag], str) else json.dumps(given[flag])
-            raise ValueError(f"{flag} {value} does nothing with {other} {given[other] or repr(given[other])}: set "
-                             f"{other}, or leave {flag} out")
+def check_rollouts(args: Any) -> None:
+    """Raise ValueError for flags of sampling and rewards that cannot work."""
+    given = vars(args)
+    if "rollout" in given:
+        definitions(ROOT / "common/engine/make.py")["check_sampling"](given["rollout"])
+    if "reward" in given:
+        definitions(ROOT / "rewards/runtime/pool.py")["check_reward"](given["reward"])
 
 
 def check_paths(args: Any) -> None:
@@ -281,6 +274,8 @@ def check_function(spec: str, flag: str, default_name: str) -> None:
     run, so a name that another module gives it by `import *` is not looked for."""
     file, _, name = spec.rpartition(":") if ":" in spec else (spec, "", default_name)
     path = Path(file).resolve()
+    if not path.is_file() and (path.suffix == ".py" or ":" in spec):
+        raise ValueError(f"{flag} {spec}: there is no file {path}")
     if path.suffix != ".py" or not path.is_file():
         raise ValueError(f"{flag} {spec}: {path} is not a Python file; the form is path/to/file.py:name")
     try:
@@ -291,6 +286,21 @@ def check_function(spec: str, flag: str, default_name: str) -> None:
     if name not in names and "*" not in names:
         known = sorted(node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
         raise ValueError(f"{flag} {spec}: no function {name} in {path}; it has {', '.join(known) or 'none'}")
+    for node in tree.body if flag == "--reward.function" else ():
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name and not node.decorator_list:
+            check_signature(node, f"{flag} {spec}")
+
+
+def check_signature(function: ast.FunctionDef | ast.AsyncFunctionDef, named: str) -> None:
+    """Raise ValueError if a reward function does not take the names that it is called with: verl's, for one sample or
+    for a batch."""
+    takes = {argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)}
+    wanted = ["data_source", "solution_str", "ground_truth", "extra_info"]
+    if "solution_strs" in takes:
+        wanted = [f"{name}s" for name in wanted]
+    if not function.args.kwarg and (missing := [name for name in wanted if name not in takes]):
+        raise ValueError(f"{named} is called with {', '.join(f'{name}=...' for name in wanted)}, and does not take "
+                         f"{', '.join(missing)}: name its parameters so, or add **kwargs")
 
 
 def check_ranks(args: Any) -> None:

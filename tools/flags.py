@@ -16,6 +16,8 @@ import tyro
 from common.checkpoint.secrets import flags_of
 
 ROOT = Path(__file__).resolve().parent.parent
+OF_VERL = re.compile(r"\+{0,2}(data|algorithm|trainer|actor_rollout_ref|critic|reward_model|custom_reward_function)"
+                     r"(\.\w+)+=")
 
 
 def run_script(main: Callable[[Any], None], flags: type, description: str) -> None:
@@ -34,6 +36,8 @@ def read_flags(flags: type, description: str) -> Any:
     if {"-h", "--help"} & set(sys.argv):
         flags = without_nested(flags)
         description += "\n\n--help-all also shows the flags of policy, optim, rollout, data, reward, save, log ..."
+    for argument in filter(OF_VERL.match, arguments):
+        raise ValueError(f"{argument} is a setting of verl's: `python -m tools.from_verl` translates its commands")
     refuse_others_flags(flags, arguments, sys.argv[0])
     args = tyro.cli(flags, description=description, args=arguments)
     refuse_nan(args)

@@ -24,6 +24,7 @@ from typing import Annotated, Any
 import tyro
 from transformers import PreTrainedTokenizerBase
 
+from common.checkpoint.effect import check_effect
 from common.dataset.store import PromptSet, load_prompts
 from common.engine.base import EngineSetup, RolloutConfig
 from common.engine.make import check_rollout, make_engine, stop_tokens
@@ -93,6 +94,8 @@ def play(args: Args) -> None:
     rows = range(min(args.rows or max(3, len(args.prompt)), len(data)))
     stops = stop_tokens(args.model, tokenizer)
     world = ranks.init()
+    for line in check_effect(args, world.device.type):
+        print(f"flags  {line}")
     longest_prompt = max(len(data[row].tokens) for row in rows)
     longest = check_rollout(config, hf_config, world, longest_prompt, has_correction=True)
     scoring = Scoring(tokenizer, args.reward, RewardModelConfig(), data.loaded.data_sources, args.episode)

@@ -7,10 +7,13 @@
 """
 
 import base64
+import contextlib
 import hashlib
 import http.server
 import os
 import re
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -84,14 +87,25 @@ def draw(runs: list[str], out: Path) -> None:
     if are_shares:
         validation.set_ylim(0, 1)
     policy.set_yscale("log")
-    figure.savefig(out, dpi=110)
+    with replacing(out) as partial:
+        figure.savefig(partial, dpi=110)
     plt.close(figure)
 
 
 def write_page(runs: list[str], out: Path, max_mb: float) -> None:
     """One self-contained file."""
     text = page(page_data(runs, max_mb) | {"version": ""}, connect="'none'")
-    out.write_text(text, encoding="utf-8", errors="backslashreplace")       # a folder's name may be no UTF-8
+    with replacing(out) as partial:
+        partial.write_bytes(text.encode("utf-8", errors="backslashreplace"))    # a folder's name may be no UTF-8
+
+
+@contextlib.contextmanager
+def replacing(out: Path) -> Iterator[Path]:
+    """A new file beside `out`, which takes its place at the end. A link there is never followed, as the folder may be
+    somebody else's."""
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
+        yield Path(folder) / out.name
+        os.replace(Path(folder) / out.name, out)
 
 
 def page(data: dict[str, Any], connect: str) -> str:
@@ -193,6 +207,8 @@ def main(args: Args) -> None:
         raise ValueError(f"--max-mb {args.max_mb:g} must be above 0")
     if not 0 <= args.port < 2**16:
         raise ValueError(f"--port {args.port} must be from 0 to 65535")
+    if out.is_symlink() or (out.exists() and not out.is_file()):
+        raise ValueError(f"{out} is a link or no file, and is not replaced: --out FILE names another one")
     if out.is_dir() or (args.out and not out.parent.is_dir()):
         raise ValueError(f"--out {out} must be a file in a folder that is there")
     if args.serve:

@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import math
+import struct
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -16,11 +17,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
+from common.checkpoint.files import read_regular
 from common.checkpoint.secrets import redacted
+from envs.pictures import open_file
 from tools.terminal import visible
 
 MAX_STEPS = 5000
 """Steps of a run in the page's curves."""
+MOST_METRICS = 2**31
+"""Bytes of the longest metrics.jsonl that is read; a million steps have about that."""
+MOST_ROLLOUTS = 2**33
+"""Bytes of the largest file of rollouts that is read, without its compression."""
+MOST_PIXELS = 2**26
+"""Of a picture in it: decoded it takes four bytes for each."""
 MAX_NOTES = 5
 AT_ONCE = 1_000_000
 """Bytes of a file that are read together, before their compression."""
@@ -48,7 +57,7 @@ def read_rows(path: Path) -> list[dict[str, float]]:
     """The lines of a metrics.jsonl, each an object of numbers with a whole step; a last one without its end is left
     out."""
     rows = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+    for number, line in enumerate(read_regular(path, MOST_METRICS).split(b"\n")[:-1], start=1):
         try:
             row = json.loads(line.decode())
         except (ValueError, RecursionError) as error:
@@ -102,8 +111,8 @@ def read_flags(file: Path) -> dict[str, str]:
     if not file.exists():
         return {}
     try:
-        return flat_flags(redacted(json.loads(file.read_bytes().decode())))
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        return flat_flags(redacted(json.loads(read_regular(file).decode())))
+    except (ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"{file} is damaged: {error}") from None
 
 
@@ -111,7 +120,7 @@ def flat_flags(flags: dict[str, Any], prefix: str = "--") -> dict[str, str]:
     """Nested flags as they are typed: {"optim": {"max_lr": 1}} -> {"--optim.max-lr": "1"}."""
     found = {}
     for key, value in flags.items():
-        name = prefix + key.replace("_", "-")
+        name = prefix + key.replace("_", "-").rstrip("-")       # async_, a word of Python's, is --save.async
         if isinstance(value, dict):
             found |= flat_flags(value, f"{name}.")
         else:
@@ -155,22 +164,29 @@ def rollouts_of(file: Path, changed: int, most: float) -> tuple[list[dict[str, A
     shows."""
     rows, images, size, total = [], {}, 0, 0                # of a group, the first response has the prompt's images
     try:
+        if not file.is_file():
+            raise ValueError("it is a folder, a pipe or a device, or a link to nothing")
         with pq.ParquetFile(file) as parquet:
             total, fields = parquet.metadata.num_rows, parquet.schema_arrow
+            if len(set(fields.names)) < len(fields.names):
+                raise ValueError("two of its columns have the same name")
             for is_kind, names in NEEDED.items():
                 for name in names.split():
                     if name not in fields.names or not is_kind(fields.field(name).type):
                         raise ValueError(f"its column {name} is missing, or of another type")
             columns = [field.name for field in fields if is_shown(field)]
             groups = [parquet.metadata.row_group(i) for i in range(parquet.metadata.num_row_groups)]
-            at_once = AT_ONCE * total // (1 + sum(group.total_byte_size for group in groups))
+            if (num_bytes := sum(group.total_byte_size for group in groups)) > MOST_ROLLOUTS:
+                raise ValueError(f"it has {num_bytes:,} bytes without its compression, more than {MOST_ROLLOUTS:,}")
+            at_once = AT_ONCE * total // (1 + num_bytes)
             batches = parquet.iter_batches(batch_size=min(max(at_once, 1), 1000), columns=columns)
             for row in chain.from_iterable(batch.to_pylist() for batch in batches):
                 rows.append(row_of(file, row, images))
                 size += len(to_json(rows[-1]))
                 if size > most:
                     break
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError,
+            pa.ArrowException) as error:
         return [], total, 0, visible(str(error))[:200]
     return rows[:-1] if size > most and len(rows) > 1 else rows, total, size, ""
 
@@ -203,11 +219,18 @@ def all_finite(value: Any) -> Any:
 
 
 def thumbnail(file: bytes) -> str:
-    """An image as a JPEG of at most 256 pixels a side, in a data URL."""
+    """An image as a JPEG of at most 256 pixels a side, in a data URL. Raises ValueError for a file that is none of the
+    formats that training reads, or is damaged or too large."""
     small = io.BytesIO()
-    picture = Image.open(io.BytesIO(file)).convert("RGB")
-    picture.thumbnail((256, 256))
-    picture.save(small, "JPEG")
+    try:
+        picture = open_file(file)
+        if picture.width * picture.height > MOST_PIXELS:
+            raise ValueError(f"its picture of {picture.width} x {picture.height} pixels is larger than {MOST_PIXELS:,}")
+        picture = picture.convert("RGB")
+        picture.thumbnail((256, 256))
+        picture.save(small, "JPEG")
+    except (OSError, SyntaxError, EOFError, struct.error, Image.DecompressionBombError) as error:
+        raise ValueError(f"a picture in it is damaged: {error}") from None
     return f"data:image/jpeg;base64,{base64.b64encode(small.getvalue()).decode()}"
 
 

@@ -58,7 +58,7 @@ class SaveConfig:
     best_metric: str = ""
     """Metric of the validation that --save.keep-best ranks by, such as val-core/gsm8k/acc/greedy; higher is better, of
     a loss lower. Default: the first val-core/.../mean@N (sampled) in alphabetical order, without one the first
-    val-core/."""
+    val-core/. Needs --save.keep-best."""
     async_: Annotated[bool, tyro.conf.arg(name="async")] = False
     """Write checkpoints in the background, from a copy in host memory (12 bytes a parameter, over all ranks)."""
     hf: Literal["never", "end"] = "end"

@@ -4,10 +4,13 @@ A data set may be larger than memory: one process a node streams it once and app
 file. Indexing reads a row from the file. The file's name is removed as soon as all ranks have it open.
 """
 
+import difflib
 import glob
 import hashlib
+import inspect
 import json
 import os
+import re
 import tempfile
 from base64 import b64decode
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -55,6 +58,7 @@ class Loaded:
     num_special: int = 0  # with a text that spells special tokens
     special: set[str] = field(default_factory=set)  # these tokens
     about_special: str = ""  # what the summary says of them
+    num_without_truth: int = 0  # of these prompts; their ground truth is an empty text
     lengths: str = ""  # of these prompts, in tokens
     data_hash: str = ""  # of all that is in these prompts, in their order
 
@@ -135,11 +139,18 @@ def template_arguments(tokenizer, config: TemplateConfig) -> dict[str, Any] | No
     if config.template == "plain":
         return None
     arguments = json_object("--data.chat-template-kwargs", config.chat_template_kwargs)
+    own = inspect.signature(tokenizer.apply_chat_template).parameters
+    names = [name for name in arguments if name not in own]
     if config.chat_template_file:
         arguments["chat_template"] = Path(config.chat_template_file).read_text()
     elif not tokenizer.chat_template:
         raise ValueError(f"the tokenizer of {tokenizer.name_or_path} has no chat template (a base model?); use "
                          f"--data.template plain, or give one with --data.chat-template-file FILE")
+    words = re.findall(r"\w+", str(arguments.get("chat_template") or tokenizer.chat_template))
+    if unread := [name for name in names if name not in words]:
+        similar = difflib.get_close_matches(unread[0], set(words), n=1)
+        meant = f"; did you mean {similar[0]}?" if similar else "; leave it out"
+        raise ValueError(f"--data.chat-template-kwargs has {unread[0]}, which the chat template never reads{meant}")
     return arguments
 
 
@@ -189,6 +200,7 @@ def load_prompts(files: Sequence[str], tokenizer, config: DataConfig, all_column
             encoded["tokens"] = tokens[-limit:]
             loaded.num_truncated += 1
         loaded.data_sources.add(prompt.data_source)
+        loaded.num_without_truth += prompt.ground_truth == ""
         return [encoded | {"row": json.dumps(row, default=str)}]
 
     named = "prompt", "data_source", "reward_model", "ground_truth", "extra_info"
@@ -264,6 +276,8 @@ def store_rows(path: str, files: Sequence[str], form: RowFormat) -> Loaded:
                     stream.write_batch(pa.RecordBatch.from_pylist(kept, form.schema))
                     kept, num_bytes = [], 0
             stream.write_batch(pa.RecordBatch.from_pylist(kept, form.schema))
+    if not loaded.num_rows:
+        raise ValueError(f"{', '.join(loaded.files)}: there are no rows in it")
     if loaded.num_rows == loaded.num_filtered + len(bad):
         shown = f"; the first bad row: {bad[0]['file']}, row {bad[0]['row']}: {bad[0]['rule']}" if bad else ""
         raise ValueError(f"{', '.join(loaded.files)}: none of {loaded.num_rows} rows is left: {loaded.num_filtered} "

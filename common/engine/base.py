@@ -44,7 +44,8 @@ class SamplingConfig:
     top_k: int = 0
     """Sample from the k most likely tokens; 0: all. Above 0, training needs an importance weight."""
     stop: tuple[str, ...] = ()
-    """Texts that end a response, besides the end token. The response keeps the tokens that spell it."""
+    """Texts that end a response, besides the end token. The response keeps the tokens that spell it. Needs
+    --rollout.engine vllm."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a response, besides the model's own end tokens."""
 
@@ -57,30 +58,33 @@ class RolloutConfig(EpisodeConfig, SamplingConfig):
     """Sampling backend: vLLM, or Hugging Face's `generate`, which is slow but needs no vLLM and is an independent
     check."""
     val_top_p: float = 1.0
-    """top_p of validation. 1: all tokens."""
+    """top_p of validation. 1: all tokens. Needs --val-data and --eval-n."""
     val_top_k: int = 0
-    """top_k of validation. 0: all tokens."""
+    """top_k of validation. 0: all tokens. Needs --val-data and --eval-n."""
     in_flight: float = 1.0
     """Prompts in flight at once, as a multiple of --prompts-per-step (1 to 2). A step ends when --prompts-per-step
-    groups are complete; the others continue in the next step. 1: a step waits for its longest response."""
+    groups are complete; the others continue in the next step. 1: a step waits for its longest response. Needs
+    --rollout.engine vllm and training."""
     max_staleness: int = 4
     """Oldest a token may be when it is trained, in steps (weight syncs); the rollout waits for groups that would exceed
-    it. 0: drop unfinished groups, which is oversampling and favours short responses."""
+    it. 0: drop unfinished groups, which is oversampling and favours short responses. Needs --rollout.in-flight above
+    1."""
     max_num_seqs: int = 256
-    """Maximum number of responses that one vLLM engine decodes at the same time."""
+    """Maximum number of responses that one vLLM engine decodes at the same time. Only for --rollout.engine vllm or
+    --rollout.episode."""
     tp: int = 1
-    """Tensor-parallel ranks per engine. There are world size / tp engines."""
+    """Tensor-parallel ranks per engine. There are world size / tp engines. Needs --rollout.engine vllm."""
     gpu_memory_utilization: float = 0.0
     """Share of a GPU's total memory for the engine's weights and cache while it is awake. 0: the memory that the
-    trainer leaves free."""
+    trainer leaves free. Only for --rollout.engine vllm and a GPU."""
     kv_cache_gb: float = 0.5
-    """Size of the key-value cache of one vLLM engine in GiB, on CPUs."""
+    """Size of the key-value cache of one vLLM engine in GiB. Only for --rollout.engine vllm and a CPU."""
     enforce_eager: bool = False
-    """Do not use CUDA graphs on GPUs: the start is faster, decoding slower. CPUs never use them."""
+    """Do not use CUDA graphs: the start is faster, decoding slower. Only for --rollout.engine vllm and a GPU."""
     max_probe_diff: float = 0.1
     """Stop if the mean |p_engine - p_trainer| over a step's tokens, or over the probe, exceeds this. 0: never."""
     extra: str = "{}"
-    """Additional arguments for vLLM's LLM(...), as a JSON object."""
+    """Additional arguments for vLLM's LLM(...), as a JSON object. Needs --rollout.engine vllm."""
 
 
 def validation_sampling(config: RolloutConfig, temperature: float) -> RolloutConfig:

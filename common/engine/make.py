@@ -27,11 +27,7 @@ def check_rollout(config: RolloutConfig, hf_config: PretrainedConfig, world: Wor
 
     `has_correction`: the script multiplies its losses by p_trainer / p_engine (untruncated below 1).
     """
-    if config.temperature <= 0:
-        raise ValueError(f"--rollout.temperature {config.temperature} must be above 0: training needs a distribution")
-    for flag, top_p in (("top-p", config.top_p), ("val-top-p", config.val_top_p)):
-        if not 0 < top_p <= 1:
-            raise ValueError(f"--rollout.{flag} {top_p} must be in (0, 1]")
+    check_sampling(config)
     filters = changed_flags(config, "top_p", "top_k")
     if filters and not has_correction:
         raise ValueError(f"{' and '.join(filters)}: responses then come from a filtered distribution q, the "
@@ -39,12 +35,6 @@ def check_rollout(config: RolloutConfig, hf_config: PretrainedConfig, world: Wor
                          "losses are multiplied by p / q: turn on the engine correction "
                          "(--correction.weights token), or use these in validation only (--rollout.val-top-p, ...)")
     given = f"--rollout.in-flight {config.in_flight:g}"
-    if not 1 <= config.in_flight <= 2 or config.max_staleness < 0:
-        raise ValueError(f"{given} must be from 1 to 2, so that what a step carries over fits into the next one, and "
-                         f"--rollout.max-staleness {config.max_staleness} at least 0")
-    if config.in_flight > 1 and config.stop:
-        raise ValueError(f"{given} does not go with --rollout.stop: only the tokens of a response are carried over, "
-                         f"not a text that is half written")
     if config.in_flight > 1 and config.max_staleness and not has_correction:
         print_on_main(world, f"{given} without engine correction: tokens that older weights sampled are trained as "
                              f"if the current ones had; --correction.preset decoupled-token-is corrects it")
@@ -58,7 +48,6 @@ def check_rollout(config: RolloutConfig, hf_config: PretrainedConfig, world: Wor
     if config.tp < 1 or num_ranks % config.tp or heads % config.tp:
         raise ValueError(f"{'--samplers' if world.num_samplers else 'world size'} {num_ranks} and the model's "
                          f"{heads} attention heads must be multiples of --rollout.tp {config.tp}")
-    check_at_least(1, {"--rollout.max-response-length": config.max_response_length})
     max_sequence_length = max_prompt_length + config.max_response_length
     if max_sequence_length > (longest := context_length(hf_config)):
         raise ValueError(f"the longest prompt ({max_prompt_length} tokens) and --rollout.max-response-length "
@@ -70,6 +59,23 @@ def check_rollout(config: RolloutConfig, hf_config: PretrainedConfig, world: Wor
         raise ValueError(f"--policy.router-replay rollout: with {' and '.join(without) or 'vLLM on a CPU'} the experts "
                          f"that the engine chose are not all known; set it to old-logp, or use --rollout.engine hf")
     return max_sequence_length
+
+
+def check_sampling(config: RolloutConfig) -> None:
+    """Refuse what cannot work with any model. Mistyped commands meet it before torch is imported."""
+    if config.temperature <= 0:
+        raise ValueError(f"--rollout.temperature {config.temperature} must be above 0: training needs a distribution")
+    for flag, top_p in (("top-p", config.top_p), ("val-top-p", config.val_top_p)):
+        if not 0 < top_p <= 1:
+            raise ValueError(f"--rollout.{flag} {top_p} must be in (0, 1]")
+    check_at_least(1, {"--rollout.max-response-length": config.max_response_length})
+    given = f"--rollout.in-flight {config.in_flight:g}"
+    if not 1 <= config.in_flight <= 2 or config.max_staleness < 0:
+        raise ValueError(f"{given} must be from 1 to 2, so that what a step carries over fits into the next one, and "
+                         f"--rollout.max-staleness {config.max_staleness} at least 0")
+    if config.in_flight > 1 and config.stop:
+        raise ValueError(f"{given} does not go with --rollout.stop: only the tokens of a response are carried over, "
+                         f"not a text that is half written")
 
 
 def changed_flags(config: RolloutConfig, *names: str) -> list[str]:

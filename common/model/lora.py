@@ -24,9 +24,10 @@ class LoRAConfig:
     rank: int = 0
     """Rank of the adapters that are trained instead of all weights (LoRA). 0: no adapters, all weights are trained."""
     alpha: float = 32.0
-    """The adapters' product is multiplied by alpha / rank."""
+    """The adapters' product is multiplied by alpha / rank. Needs --lora.rank."""
     targets: tuple[str, ...] = ()
-    """Names of the linear layers with adapters, such as q_proj v_proj. Default: all in attention and MLPs."""
+    """Names of the linear layers with adapters, such as q_proj v_proj. Default: all in attention and MLPs. Needs
+    --lora.rank."""
 
     def __post_init__(self):
         if self.rank < 0 or self.alpha <= 0:

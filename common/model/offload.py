@@ -12,10 +12,11 @@ from torch.distributed.tensor import DTensor
 @dataclass
 class OffloadConfig:
     params: bool = False
-    """Keep the trainer's weights in pinned host memory while the engine is awake (moved after each weight sync)."""
+    """Keep the trainer's weights in pinned host memory while the engine is awake (moved after each weight sync). Only
+    for a GPU."""
     optimizer: bool = False
     """Keep the optimizer's moments in pinned host memory except for the optimizer step and a save: they are never on
-    the GPU together with the engine or with activations."""
+    the GPU together with the engine or with activations. Only for a GPU."""
 
 
 class Offload:

@@ -40,7 +40,7 @@ class OptimConfig:
     warmup_steps: int = 0
     """Steps of linear warm-up from lr / warmup_steps."""
     min_lr_frac: float = 0.0
-    """Learning rate at the end of the schedule as a share of the peak (linear and cosine)."""
+    """Learning rate at the end of the schedule as a share of the peak. Needs schedule linear or cosine."""
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW's decay rates of the first and second moment."""
     weight_decay: float = 0.0

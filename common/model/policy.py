@@ -23,13 +23,15 @@ class ModelConfig:
     """Data type of activations and matrix products. Logits are always float32; --optim.kind is for weights. A CPU
     without bfloat16 instructions (AMX, AVX-512 BF16) emulates them at an eighth of float32's speed."""
     gradient_checkpointing: bool | None = None
-    """Recompute each layer in the backward pass: less memory, about a third more compute. None: above 1B weights."""
+    """Recompute each layer in the backward pass: less memory, about a third more compute. None: above 1B weights. Needs
+    training."""
     replicas: int = 1
     """Copies of the models (HSDP), each sharded over world size / replicas ranks; weights travel only among these."""
     liger: bool = True
-    """Use Liger's fused kernels for norms, rotary embeddings and MLPs, on GPUs, for the families it supports."""
+    """Use Liger's fused kernels for norms, rotary embeddings and MLPs, for the families it supports. Only for a GPU."""
     share_prompt: bool = False
-    """Compute the prompt of a group once per micro-batch, not once per response: the same gradient for fewer tokens."""
+    """Compute the prompt of a group once per micro-batch, not once per response: the same gradient for fewer tokens.
+    Needs training."""
     sequence_parallel: int = 1
     """Number of ranks that run a micro-batch together, each a part of every sequence, so that a response need not fit
     on one GPU. Together they hold this many times the token budget."""
@@ -37,9 +39,10 @@ class ModelConfig:
     """Ranks over which the experts of a mixture are divided: tokens travel between ranks instead of weights."""
     router_replay: Literal["none", "old-logp", "rollout"] = "none"
     """Experts that a token uses in the update. old-logp: those chosen by the pass that scored the old log-probs, if
-    there was one. rollout: those that the engine chose, also in the pass for the old log-probs."""
+    there was one. rollout: those that the engine chose, also in the pass for the old log-probs. Needs training."""
     freeze_vision: bool = False
-    """Train only the language model of a vision-language model; its vision tower and projector stay frozen."""
+    """Train only the language model of a vision-language model; its vision tower and projector stay frozen. Needs
+    training."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Off: only architectures of transformers itself."""
 

@@ -24,9 +24,10 @@ class RewardModelConfig:
     path: str = ""
     """Hugging Face folder or hub name of a sequence classifier with one label, scored in float32. Empty: none."""
     weight: float = 1.0
-    """Factor of the reward model's score, which is added to the score of the reward function."""
+    """Factor of the reward model's score, which is added to the score of the reward function. Needs
+    --reward-model.path."""
     alone: bool = False
-    """The reward is the model's score alone: no reward function runs."""
+    """The reward is the model's score alone: no reward function runs. Needs --reward-model.path."""
 
     def __post_init__(self):
         if self.alone and not self.path:

@@ -34,12 +34,12 @@ class LogConfig:
     """Where metrics go in addition to the console and metrics.jsonl. wandb: without an account set
     WANDB_MODE=offline. tensorboard: into RUN_DIR/tensorboard."""
     wandb_project: str = "rl"
-    """Weights & Biases project."""
+    """Weights & Biases project. Needs --log.to wandb."""
     rollouts_every: int = 5
     """Steps between files of responses, RUN_DIR/rollouts/step_000005.parquet. The first step and each validation
     (val_000010.parquet) have a file too. 0: no files."""
     rollouts_max: int = 64
-    """Most responses in such a file: the step's first whole groups, at least one."""
+    """Most responses in such a file: the step's first whole groups, at least one. Needs --log.rollouts-every."""
 
     def __post_init__(self):
         check_at_least(0, {"--log.rollouts-every": self.rollouts_every})

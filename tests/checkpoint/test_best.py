@@ -242,7 +242,7 @@ def test_what_cannot_rank_is_refused(best_flags, start, tmp_path):
     flags = [*best_flags, "--run-dir", run]
     at = flags.index("--val-data")
     assert start(log, "none", "grpo.py", *flags[:at], *flags[at + 2 :]) == 2
-    assert "error: --save.keep-best ranks checkpoints by their validation: give --val-data" in log.read_text()
+    assert "does nothing without --val-data: set --val-data, or leave" in log.read_text()
     assert not run.exists()
     assert start(log, "none", "grpo.py", *flags, "--save.best-metric", "acc") == 2
     said = "error: --save.best-metric acc must be a metric that this validation gives: "

@@ -298,7 +298,13 @@ def test_chat_template_settings(tokenizer, tmp_path):
     refused = write(tmp_path / "b.parquet", [row(prompt=[{"role": "assistant", "content": "x"}])])
     with pytest.raises(ValueError, match=r"row 0 .*the chat template refuses it: no assistant first"):
         load_prompts([refused], tokenizer, config)
+    own = DataConfig(chat_template_kwargs='{"continue_final_message": false}')      # transformers' own argument
+    assert len(load_prompts([path], tokenizer, own)) == 1
     for changes, rule in [({"chat_template_kwargs": "loud"}, "must be a JSON object"),
+                          ({"chat_template_file": str(template), "chat_template_kwargs": '{"lou": true}'},
+                           "has lou, which the chat template never reads; did you mean loud?"),
+                          ({"chat_template_kwargs": '{"enable_thinking": false}'},
+                           "has enable_thinking, which the chat template never reads"),
                           ({"chat_template_kwargs": "[1]"}, "must be a JSON object")]:
         with pytest.raises(ValueError, match=rule):
             load_prompts([path], tokenizer, DataConfig(**changes))

@@ -30,6 +30,11 @@ EARLY = {
     "a float for a whole number": (f"grpo.py {GOOD} --prompts-per-step 1e2", "--prompts-per-step", "1e2"),
     "a choice that does not exist": (f"grpo.py {GOOD} --rollout.engine sglang", "--rollout.engine", "sglang", "vllm"),
     "a choice in capitals": (f"grpo.py {GOOD} --kl-estimator K3", "--kl-estimator", "K3", "k3"),
+    "TRL's form of a flag": (f"grpo.py {GOOD} --num_generations 4", "--num_generations", "tools.from_trl"),
+    "verl's key": (f"grpo.py {GOOD} +data.train_batch_size=8", "data.train_batch_size=8", "tools.from_verl"),
+    "a short name of a nested flag": (f"grpo.py {GOOD} --temperature 0.7", "--temperature",
+                                      "did you mean --rollout.temperature?"),
+    "one that two groups have": (f"grpo.py {GOOD} --weights token", "--correction.weights or --reward.weights?"),
     "True after a switch": (f"grpo.py {GOOD} --norm-by-std True", "True"),
     "one of two numbers": (f"grpo.py {GOOD} --optim.betas 0.9", "--optim.betas", "2"),
     "a flag without its value": ("grpo.py --train-data DATA --model", "--model"),
@@ -57,7 +62,41 @@ EARLY = {
     "episodes that an evaluation drops": ("evaluate.py --model MODEL --val-data DATA --rollout.episode "
                                           "envs/calculator.py --rollout.drop timeout", "--rollout.drop", "training"),
     "an empty text that ends responses": (f"grpo.py {GOOD} --rollout.stop=", "--rollout.stop ''", "empty"),
+    "sampling without a temperature": (f"grpo.py {GOOD} --rollout.temperature -1", "--rollout.temperature -1",
+                                       "above 0"),
+    "greedy training": (f"distill.py {GOOD} --teacher MODEL --rollout.temperature 0", "--rollout.temperature 0"),
+    "no response": (f"ppo.py {GOOD} --rollout.max-response-length 0", "--rollout.max-response-length 0", "at least 1"),
+    "more than all": ("evaluate.py --model MODEL --val-data DATA --rollout.val-top-p 1.5", "--rollout.val-top-p 1.5"),
+    "weights of other rewards": (f"grpo.py {GOOD} --reward.function DIR/reward.py:score --reward.weights 1 2",
+                                 "--reward.weights has 2", "give one weight per function"),
+    "arguments of a reward that are no JSON": (f"grpo.py {GOOD} --reward.kwargs method=flexible",
+                                               "--reward.kwargs method=flexible", "JSON object"),
+    "a reward of other arguments": (f"grpo.py {GOOD} --reward.function DIR/short.py:score", "short.py:score",
+                                    "ground_truth=...", "**kwargs"),
     # flags that do nothing without another one
+    "validation without rows": (f"grpo.py {GOOD} --eval-every 5", "--eval-every 5", "--val-data"),
+    "its number of responses": (f"dapo.py {GOOD} --eval-n 8", "--eval-n 8", "--val-data"),
+    "its share": (f"rloo.py {GOOD} --rollout.val-top-p 0.5", "--rollout.val-top-p 0.5", "--val-data"),
+    "a temperature of greedy responses": ("evaluate.py --model MODEL --val-data DATA --eval-n 0 --eval-temperature 0.7",
+                                          "--eval-temperature 0.7", "--eval-n 0"),
+    "a best step without validation": (f"sft.py {GOOD} --save.keep-best", "--save.keep-best", "--val-data"),
+    "an estimate of no KL": (f"grpo.py {GOOD} --kl-estimator k1", "--kl-estimator k1", "--kl-loss-coef"),
+    "the same in the reward": (f"ppo.py {GOOD} --kl-reward-estimator k3", "--kl-reward-estimator k3",
+                               "--kl-reward-coef"),
+    "vLLM's ranks without it": (f"grpo.py {GOOD} --rollout.engine hf --rollout.tp 2", "--rollout.tp 2",
+                                "--rollout.engine hf"),
+    "what vLLM takes, without it": (f"grpo.py {GOOD} --rollout.engine hf --rollout.stop x", "--rollout.stop",
+                                    "--rollout.engine hf"),
+    "a chat template of plain texts": (f"grpo.py {GOOD} --data.template plain --data.chat-template-kwargs {{}}x",
+                                       "--data.template plain"),
+    "a column of a name that is given": (
+        f"grpo.py {GOOD} --data.data-source gsm8k --data.data-source-column source",
+        "--data.data-source-column source"),
+    "training's flags in an evaluation": ("evaluate.py --model MODEL --val-data DATA --policy.share-prompt",
+                                          "--policy.share-prompt", "training"),
+    "a function beside a model that is alone": (
+        f"grpo.py {GOOD} --reward-model.path MODEL --reward-model.alone --reward.function DIR/reward.py:score",
+        "--reward.function", "--reward-model.alone"),
     "episodes that are dropped, without episodes": (f"grpo.py {GOOD} --rollout.drop length", "--rollout.drop",
                                                     "--rollout.episode"),
     "turns without episodes": ("evaluate.py --model MODEL --val-data DATA --rollout.max-turns 3",
@@ -174,6 +213,7 @@ def prepare(folder: Path) -> None:
     (folder / "rows.csv").write_text("prompt\n1 + 1?\n")
     signature = "def score(data_source, solution_str, ground_truth, extra_info=None):"
     (folder / "reward.py").write_text(f"{signature}\n    return 1\n")
+    (folder / "short.py").write_text("def score(text, truth):\n    return 1\n")
     (folder / "broken.py").write_text("def score(a, b):\n    return (a\n")
     (folder / "fails.py").write_text("import no_such_module\n\n\ndef score(*arguments):\n    return 1\n")
 

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 import tyro
 
+from common.checkpoint.effect import check_effect
 from tests.conftest import ROOT, launch
 
 NAMES = ("grpo", "ppo", "dapo", "rloo", "grpo_variants", "online_dpo", "async_grpo")  # they sample from the policy
@@ -734,9 +735,10 @@ def test_every_command_in_the_documents_parses(document):
         module = importlib.import_module(script.removesuffix(".py").removeprefix("-m "))
         flags = [flag for flag in flags if flag not in ("[--out", "curves.png]", "[RUN", "...]")]
         try:
-            tyro.cli(module.Args, args=flags, console_outputs=True)
+            args = tyro.cli(module.Args, args=flags, console_outputs=True)
         except SystemExit as stop:
             pytest.fail(f"{document}: {script} {shlex.join(flags)} ends with {stop.code}")
+        check_effect(args)                                              # ValueError: a flag of it does nothing
 
 
 def test_commands_are_found_and_expanded(tmp_path, capsys):

@@ -1,5 +1,6 @@
 """python -m tools.play: real episodes on a tiny model with the Hugging Face engine."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from common.rollout import Sample
+from envs.runtime.conversation import EpisodeConfig
 from envs.runtime.response import Response
 from tests.conftest import TRAIN, launch
 from tools.play import GREEN, described
@@ -61,6 +63,19 @@ def test_conversations_masks_and_scores_are_printed(folder, tiny_llama):
     failed = play(f"{folder}/mine.py:fail", *flags, "--prompt", "One?")
     assert failed.returncode == 0 and "OSError: no such place" in failed.stderr
     assert "it ended with error after 1 turns" in failed.stdout
+
+
+def test_every_flag_of_episodes_is_taken(folder, tiny_llama):
+    flags = ["--rollout.max-turns", "2", "--rollout.tool-timeout-s", "20", "--rollout.episodes-at-once", "2",
+             "--rollout.lockstep", "--rollout.drop", "error", "--rollout.rewritten-history", "append",
+             "--rollout.tool-result-tokens", "20", "--rollout.tool-parser", "hermes", "--rollout.max-num-seqs", "4"]
+    names = {f"--rollout.{field.name.replace('_', '-')}" for field in dataclasses.fields(EpisodeConfig)}
+    assert names - {*flags} == {"--rollout.episode"}
+    flags += ["--rollout.engine", "hf", "--rollout.kv-cache-gb", "9", "--rollout.max-response-length", "64"]
+    done = play(f"{folder}/mine.py", "--model", str(tiny_llama), "--prompt", "One?", "--policy.compute-dtype",
+                "float32", *flags)
+    assert "ended with turns after 2 turns" in done.stdout, done.stderr                 # and not after its 3
+    assert "flags  --rollout.kv-cache-gb 9.0 does nothing here: it is only for --rollout.engine vllm" in done.stdout
 
 
 def test_each_prompt_is_played(folder, tiny_llama):

@@ -3,8 +3,10 @@ responses are drawn where they are in sight, and a served page follows its run."
 
 import base64
 import gzip
+import io
 import json
 import math
+import os
 import re
 import threading
 import time
@@ -17,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import tyro
+from PIL import Image
 
 import tools.report
 import tools.runs
@@ -167,6 +170,68 @@ def test_rollouts_that_cannot_be_read_are_named(tmp_path):
     tools.report.main(tools.report.Args((str(run),)))
 
 
+def picture(size: tuple[int, int], kind: str = "PNG") -> bytes:
+    file = io.BytesIO()
+    Image.new("1" if kind == "PNG" else "L", size).save(file, kind)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(("image", "rule"), [
+    (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 20 20\n%%EndComments\nshowpage\n", "is none of PNG, JPEG"),
+    (picture((20, 20), "PCX"), "is none of PNG, JPEG"), (b"", "is none of PNG"), (b"GIF89a", "is none of PNG"),
+    (picture((9000, 9000)), "of 9000 x 9000 pixels is larger"),
+    (picture((20000, 20000)), "a picture in it is damaged: "),
+    (picture((300, 300))[:60], "a picture in it is damaged: "),
+])
+def test_a_picture_that_training_would_not_read_is_not_read(image, rule, tmp_path):
+    """EPS would start Ghostscript on the file."""
+    run = Path(write_run(tmp_path / "run"))
+    put_rollouts(run, "step_000001", [response_row(0, images=[image])])
+    found, note = tools.runs.read_rollouts(run, max_mb=1)
+    assert found == [] and note.startswith("step_000001.parquet cannot be read: ") and rule in note
+    put_rollouts(run, "step_000001", [response_row(0, images=[picture((20, 20))])])
+    tools.runs.rollouts_of.cache_clear()
+    assert tools.runs.read_rollouts(run, max_mb=1)[0][0]["images"][0].startswith("data:image/jpeg;base64,")
+
+
+def test_what_is_no_file_in_a_run_is_not_read(tmp_path):
+    """Pipes and devices, which may have no end; two columns of the same name; a file that says it is enormous."""
+    run = Path(write_run(tmp_path / "run"))
+    put_rollouts(run, "step_000002", [response_row(0)], reward=2.0)
+    os.mkfifo(run / "rollouts/step_000001.parquet")
+    (run / "rollouts/step_000003.parquet").symlink_to("/dev/zero")
+    found, note = tools.runs.read_rollouts(run, max_mb=1)
+    assert found == [] and "000001.parquet cannot be read: it is a folder, a pipe or a device" in note
+    assert "000002.parquet cannot be read: two of its columns have the same name" in note
+    assert "000003.parquet cannot be read: it is a folder, a pipe or a device" in note
+    for make in (os.mkfifo, lambda file: file.symlink_to("/dev/zero"), os.mkdir):
+        make(run / "config.json")
+        with pytest.raises(ValueError, match=r"config.json is a folder, a pipe or a device"):
+            tools.report.main(tools.report.Args((str(run),)))
+        (run / "config.json").rmdir() if (run / "config.json").is_dir() else (run / "config.json").unlink()
+
+
+@pytest.mark.parametrize("name", ["report.html", "curves.png"])
+def test_a_link_in_the_place_of_the_page_is_not_followed(name, tmp_path):
+    run = Path(write_run(tmp_path / "run"))
+    notes = tmp_path / "notes.txt"
+    notes.write_text("mine")
+    (run / name).symlink_to(notes)
+    out = "" if name == "report.html" else str(run / name)
+    with pytest.raises(ValueError, match=rf"{name} is a link or no file, and is not replaced"):
+        tools.report.main(tools.report.Args((str(run),), out=out))
+    (run / name).unlink()
+    os.mkfifo(run / name)
+    with pytest.raises(ValueError, match="is a link or no file"):
+        tools.report.main(tools.report.Args((str(run),), out=out))
+    (run / name).unlink()
+    with tools.report.replacing(run / name) as partial:     # a link that is made in the meantime is replaced
+        partial.write_text("page")
+        (run / name).symlink_to(notes)
+    assert notes.read_text() == "mine" and (run / name).read_text() == "page" and not (run / name).is_symlink()
+    assert not [file for file in run.iterdir() if file.name.startswith(".")]
+
+
 def test_a_file_of_many_long_responses_is_read_in_part(tmp_path):
     """The page stays within --max-mb, and says how much it shows."""
     run, random = Path(write_run(tmp_path / "run")), torch.Generator().manual_seed(0)
@@ -231,9 +296,10 @@ def test_a_broken_run_is_named_in_warnings(tmp_path):
 
 
 def test_flags_as_they_are_typed():
-    flags = {"total_steps": 3, "optim": {"lr": 1e-5, "betas": [0.9, 0.95]}, "val_data": []}
+    flags = {"total_steps": 3, "optim": {"lr": 1e-5, "betas": [0.9, 0.95]}, "val_data": [], "save": {"async_": True}}
     assert tools.runs.flat_flags(flags) == {
-        "--total-steps": "3", "--optim.lr": "1e-05", "--optim.betas": "0.9 0.95", "--val-data": ""}
+        "--save.async": "True", "--total-steps": "3", "--optim.lr": "1e-05", "--optim.betas": "0.9 0.95",
+        "--val-data": ""}
 
 
 def test_what_cannot_be_written_is_refused(runs):
@@ -407,8 +473,8 @@ def test_losses_and_preferences_are_drawn(browser, tmp_path):
     assert browser.texts(".chart:nth-child(2) .legend b") == ["0.25", "0.3"]
     assert browser.texts(".chart:nth-child(4) .legend span") == ["chosen_reward", "margin", "rejected_reward"]
     assert min(painted(browser, *BLUE)) > 50
-    smooth_and_raw = browser.evaluate("plots[1].data.slice(1)")
-    assert smooth_and_raw[0] != smooth_and_raw[1] and smooth_and_raw[2] == smooth_and_raw[3]
+    train, val, smooth_train, smooth_val = browser.evaluate("plots[1].data.slice(1)")      # the smooth ones above
+    assert train != smooth_train and val == smooth_val
     tools.report.main(tools.report.Args(runs))
     browser.open(tmp_path / "a/report.html")
     assert browser.texts(".chart:nth-child(1) .legend span") == [
@@ -453,6 +519,43 @@ def test_smoothing_time_and_theme(browser, report):
     wait_for(browser, f"{background} === '{light}'")
     browser.call("Emulation.setEmulatedMedia", features=[])
     assert browser.complaints() == []
+
+
+@needs_browser
+def test_long_runs_open_smoothed_with_every_line_in_sight(browser, tmp_path):
+    """Three noisy runs of 2,000 steps: the last one does not hide the others; its slider shows the smoothing."""
+    names = []
+    for number in range(3):
+        run = tmp_path / f"run{number}"
+        run.mkdir()
+        rows = [{"step": step, "critic/rewards/mean": math.sin(step * 7.3 + number) + number / 5, "timing_s/step": 1.0}
+                for step in range(1, 2001)]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        names.append(str(run))
+    tools.report.main(tyro.cli(tools.report.Args, args=names))
+    browser.open(Path(names[0]) / "report.html", "")
+    assert browser.evaluate("document.getElementById('smooth').value") == "0.9"
+    counts = [max(painted(browser, *colour)) for colour in (BLUE, ORANGE)]
+    assert min(counts) > 300
+    browser.evaluate("go({smooth: '0'})")
+    wait_for(browser, "location.hash.includes('smooth=0')")
+
+
+@needs_browser
+def test_rollouts_open_where_tokens_are_coloured_and_flags_keep_their_words(browser, tmp_path):
+    run = make_run(tmp_path / "run")
+    write_validation(run, 0, num_prompts=2, num_samples=2)
+    tools.report.main(tools.report.Args((str(run),)))
+    open_rollouts(browser, run / "report.html")
+    assert browser.texts("#detail h2")[0].startswith("step 1, group 0")        # not the validation before it
+    assert browser.texts("#rows .row.on")[0].startswith("1")
+    browser.call("Emulation.setDeviceMetricsOverride", width=390, height=800, deviceScaleFactor=1, mobile=False)
+    try:
+        browser.open(run / "report.html", "#tab=flags")
+        heights = browser.evaluate("[...document.querySelectorAll('#flags td')].map(cell => cell.offsetHeight)")
+        assert len(heights) > 6 and max(heights) < 40                           # one line each
+    finally:
+        browser.call("Emulation.setDeviceMetricsOverride", width=1500, height=1000, deviceScaleFactor=1, mobile=False)
 
 
 @needs_browser

@@ -107,6 +107,7 @@ function swatch(number) {
 
 const DEFAULTS = {tab: "curves", theme: "", smooth: "0", x: "step", m: "", hide: "", run: "", kind: "", step: "", min: "",
   max: "", q: "", by: "group", sort: "", show: "", paint: "advantage as used"};
+const LONG = 300;                                       // steps of a run whose curves are smoothed at first
 const FIELDS = ["smooth", "x", "m", "run", "kind", "step", "min", "max", "q", "by"];
 let state = {...DEFAULTS}, wanted = 0;
 
@@ -201,7 +202,7 @@ function drawCharts() {
 
 function chartOf(title, shown, width) {
   const box = make("div", undefined, "chart"), heading = box.appendChild(make("h2", title));
-  const several = data.runs.length > 1, prefix = commonPrefix(shown), series = [], tables = [];
+  const several = data.runs.length > 1, prefix = commonPrefix(shown), series = [], tables = [], smoothed = [];
   const smoothing = +state.smooth, limit = HEALTHY_UNDER[shown[0]], style = getComputedStyle(document.documentElement);
   data.runs.forEach((run, number) => {
     const here = hidden(number) ? [] : shown.filter(name => valuesOf(run, name).length);
@@ -214,24 +215,25 @@ function chartOf(title, shown, width) {
         colour: colourOfRun(several ? number : index), dash: DASHES[several ? index % 4 : Math.floor(index / 8) % 4],
         last: valuesOf(run, name).at(-1), raw: run.metrics[name],
       });
-      if (smoothing) tables.at(-1).push(smooth(run.metrics[name], /^val[-/]/.test(name) ? 0 : smoothing));
-      tables.at(-1).push(run.metrics[name]);            // the raw curve after the smooth one
+      tables.at(-1).push(run.metrics[name]);
+      smoothed.push([tables.at(-1)[0], smooth(run.metrics[name], /^val[-/]/.test(name) ? 0 : smoothing)]);
     }
   });
+  if (smoothing) tables.push(...smoothed);              // drawn later, so above the raw curves of all runs
   if (limit !== undefined) heading.append(make("small", `healthy under ${limit}`));
   const [ink, line, band] = ["--soft", "--line", "--band"].map(name => style.getPropertyValue(name));
   const axis = {stroke: ink, font: "11px system-ui, sans-serif", grid: {stroke: line, width: 1}, ticks: {show: false}};
-  const curves = series.flatMap(({colour, dash, raw}) => {
-    const curve = {stroke: colour, dash, width: 2, spanGaps: true, points: {show: raw.filter(isNumber).length <= 12, size: 6, fill: colour}};
-    return smoothing ? [curve, {...curve, stroke: colour + "55", width: 1, points: {show: false}}] : [curve];
-  });
+  const curves = series.map(({colour, dash, raw}) => ({stroke: colour, dash, width: raw.length > LONG ? 1 : 2, spanGaps: true,
+    points: {show: raw.filter(isNumber).length <= 12, size: 6, fill: colour}}));
+  const raw = curves.map(curve => ({...curve, stroke: curve.stroke + (several ? "22" : "55"), width: 1, points: {show: false}}));
+  if (smoothing) curves.forEach(curve => { curve.width = 2; });
   const plot = new uPlot({
     width, height: 200, legend: {show: false}, cursor: {sync: {key: "x"}, drag: {x: true, y: false}}, padding: [8, 24, 0, 0],
     scales: {x: {time: false}, y: {range: (_, low, high) => low < high ? uPlot.rangeNum(low, high, 0.1, true)
       : low === null ? [0, 1] : [low - (Math.abs(low) || 1) / 2, low + (Math.abs(low) || 1) / 2]}},
     axes: [{...axis, size: 28, incrs: state.x === "step" ? undefined : TIMES, values: (_, ticks) => ticks.map(x => state.x !== "step" ? duration(x) : Number.isInteger(x) ? x : "")},
            {...axis, size: 54, values: (_, ticks) => ticks.map(show)}],
-    series: [{}, ...curves],
+    series: [{}, ...smoothing ? [...raw, ...curves] : curves],
     hooks: {
       drawClear: [plot => limit !== undefined && drawBand(plot, limit, band)],
       setCursor: [plot => legend(plot.cursor.idx)],
@@ -245,7 +247,7 @@ function chartOf(title, shown, width) {
   });
   function legend(index) {                              // the values under the mouse, else the last ones
     series.forEach(({last}, i) => {
-      const curve = plot.data[(smoothing ? 2 : 1) * (i + 1)];
+      const curve = plot.data[i + 1];                   // the raw one
       entries[i][1].textContent = show(index === null || index === undefined ? last : curve[index]);
     });
   }
@@ -348,7 +350,7 @@ function drawRollouts() {
   rows = groupsOf(found);
   at("count").textContent = data.rollouts.length
     ? `${found.length} of ${data.rollouts.length} responses${left && "; " + left}` : "no rollouts on disk";
-  chosen = data.rollouts.find(r => r.id === state.show) ?? rows.find(row => row.id) ?? null;
+  chosen = data.rollouts.find(r => r.id === state.show) ?? rows.find(row => row.id && !row.validation) ?? rows.find(row => row.id) ?? null;
   at("head").replaceChildren(make("span"), ...COLUMNS.map(([name, , number]) => {
     const arrow = state.sort === name ? " ▲" : state.sort === "-" + name ? " ▼" : "";
     return clickable(make("span", name + arrow, number ? "number" : ""),
@@ -662,6 +664,7 @@ async function poll() {                                 // --serve: new data, wi
 }
 
 function start() {
+  DEFAULTS.smooth = Math.max(...data.runs.map(run => run.steps.length)) > LONG ? "0.9" : "0";
   state = {...DEFAULTS, ...Object.fromEntries(new URLSearchParams(location.hash.slice(1)))};
   if (!(state.tab in TABS)) state.tab = "curves";
   if (!(state.paint in PAINTS)) state.paint = DEFAULTS.paint;

@@ -1,0 +1,132 @@
+"""Flags that do nothing under the other flags of a command, or on this machine.
+
+The help of such a flag says when it acts, in a sentence that is read here, so that the two cannot differ:
+
+    Needs --kl-loss-coef.               the other flag must be on: not 0, empty, False, "none" or "disabled"
+    Needs --val-data and --eval-n.      both
+    Needs --a b or c.                   --a must have one of these values, or a list with one of them
+    Needs --a above 1.
+    Needs schedule linear or cosine.    without --: a flag of the same dataclass
+    Needs --a or --b.                   at least one of the two
+    Needs training.                     the script must train
+    Not with --a.                       the other flag must be off
+    Only for --a b. Only for a GPU.     as Needs, of a flag on which only speed, memory or a metric depends
+
+A flag that lacks what it needs is refused, and one of the last kind is named at the start: a command for GPUs also runs
+on a CPU. A value that is the flag's default counts as not given.
+"""
+
+import ast
+import dataclasses
+import json
+import re
+import sys
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from common.checkpoint.secrets import flags_of
+
+SENTENCE = re.compile(r"(?:^|(?<=[.:;)] ))(Needs|Not with|Only for) (.+?)\.(?= |$)")
+OFF = ("none", "disabled", "{}")
+DEVICES = {"a GPU": "cuda", "a CPU": "cpu"}
+
+
+def check_effect(args: Any, device: str = "") -> list[str]:
+    """Raises ValueError for a flag of `args`, a dataclass, that differs from its default and does nothing. Returns a
+    line for each one on which only speed, memory or a metric would depend, and does not. `device`: cpu or cuda; "": it
+    is not known yet, and nothing is said of what depends on it."""
+    required = {field.name: vars(args)[field.name] for field in dataclasses.fields(args)
+                if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING}
+    given, defaults = flags_of(args), flags_of(type(args)(**required))
+    said = []
+    for flag, sentences in conditions(args).items():
+        if given[flag] != defaults[flag]:
+            unmet = [(kind, why) for kind, condition in sentences
+                     if (why := reason(kind, condition, flag, given, device))]
+            for kind, why in unmet[:1]:
+                if kind != "Only for":
+                    raise ValueError(f"{named(flag, given[flag])} {why}")
+                said.append(f"{named(flag, given[flag])} {why}")
+    return said
+
+
+def conditions(args: Any) -> dict[str, list[tuple[str, str]]]:
+    """Each flag whose help has such sentences -> their kinds and what follows, one for each part of `... and ...`."""
+    helps = {}
+    for name, value in vars(args).items():
+        if dataclasses.is_dataclass(value):
+            helps |= {f"{name}.{key}": text for key, text in help_texts(type(value)).items()}
+    helps |= help_texts(type(args))
+    found = {}
+    for name, text in helps.items():
+        parts = [(kind, part) for kind, clause in SENTENCE.findall(text) for part in clause.split(" and ")]
+        found |= {f"--{name.replace('_', '-').rstrip('-')}": parts} if parts else {}
+    return found
+
+
+def help_texts(flags: type) -> dict[str, str]:
+    """The fields of a dataclass -> the text below each, in one line. A class that declares a field again says more."""
+    found: dict[str, str] = {}
+    for owner in reversed(flags.__mro__):
+        file = vars(sys.modules[owner.__module__]).get("__file__")      # a notebook's own cell has none
+        found |= texts_of_class(file, owner.__name__) if file and dataclasses.is_dataclass(owner) else {}
+    return found
+
+
+@cache
+def texts_of_class(file: str, name: str) -> dict[str, str]:
+    tree = ast.parse(Path(file).read_text())
+    bodies = [node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
+    found = {}
+    for node, following in (pair for body in bodies for pair in pairwise(body)):
+        match node, following:
+            case ast.AnnAssign(target=ast.Name(id=field)), ast.Expr(value=ast.Constant(value=str(text))):
+                found[field] = " ".join(text.split())
+    return found
+
+
+def reason(kind: str, condition: str, flag: str, given: dict[str, Any], device: str) -> str:
+    """Why a flag does nothing, and what to turn; "" if it acts."""
+    values: dict[str, Any] = {}     # of the other flags, as far as the script has them
+    holds = []
+    if condition in DEVICES:
+        holds.append(device in ("", DEVICES[condition]))
+    elif condition == "training":
+        holds.append("--train-data" in given)
+    else:
+        for alternative in re.split(r" or (?=--)", condition):
+            name, *wanted = alternative.replace(",", "").split()
+            name = name if name.startswith("--") else f"{flag.rpartition('.')[0]}.{name}"
+            own = f"--{name.rpartition('.')[2]}"        # tools.play has the environment as a flag of its own
+            values |= {known: given[known] for known in (name, own) if known in given}
+            holds += [is_met(given[known], wanted) for known in (name, own) if known in given]
+    if any(holds) == (kind != "Not with"):
+        return ""
+    if kind == "Only for":
+        return f"does nothing here: it is only for {condition}"
+    with_others = "with " + " and ".join(named(*pair) for pair in values.items())
+    if all(value in (None, "", []) for value in values.values()):
+        with_others = f"without {' or '.join(values)}"
+    if kind == "Not with":
+        return f"does nothing {with_others}: leave one of them out"
+    if not values:
+        return f"does nothing in this script, as it needs {condition}: leave {flag} out"
+    return f"does nothing {with_others}: set {condition}, or leave {flag} out"
+
+
+def is_met(value: Any, wanted: list[str]) -> bool:
+    """Whether a flag's value is one of those that another flag needs."""
+    if wanted[:1] == ["above"]:
+        return value > float(wanted[1])
+    if wanted:
+        return not {*map(str, value if isinstance(value, list) else [value])}.isdisjoint(wanted)
+    return bool(value) and value not in OFF
+
+
+def named(flag: str, value: Any) -> str:
+    """A flag with its value as one types it."""
+    if value is True:
+        return flag
+    return f"{flag} {value if isinstance(value, str) and value else json.dumps(value)}"
