@@ -17,8 +17,8 @@ from common.correction import CorrectionConfig
 from common.dataset.store import load_prompts
 from common.engine.base import Engine, EngineSetup, RolloutConfig, validation_sampling
 from common.engine.make import check_rollout, make_engine, stop_tokens
+from common.memory.offload import Offload, OffloadConfig
 from common.metrics import Meter
-from common.model.offload import Offload, OffloadConfig
 from common.model.policy import PackedModel
 from common.model.reward_model import RewardModel, RewardModelConfig
 from common.parallel.ranks import on_main, print_on_main, seed_of

@@ -27,23 +27,14 @@ from common.checkpoint.own import check_run_folder
 from common.checkpoint.run_folder import FINISHED, finished, open_run_folder
 from common.checkpoint.secrets import flags_of
 from common.checkpoint.signals import Watchdog
+from common.memory.plan import MemoryPlan
 from common.metrics import Meter, Timer
 from common.model.attention import choose_attention
 from common.model.flops import update_flops
-from common.model.loading import (
-    FLOAT32_FROZEN,
-    Weights,
-    load_critic,
-    load_frozen,
-    load_policy,
-    read_config,
-    read_tokenizer,
-    uses_liger,
-)
-from common.model.lora import LoRAConfig, Reference
-from common.model.memory_plan import MemoryPlan
-from common.model.optimizers import WEIGHTS, make_optimizer
-from common.model.policy import Critic, ModelConfig, PackedModel, Policy
+from common.model.held import Models
+from common.model.loading import read_config, read_tokenizer, uses_liger
+from common.model.lora import LoRAConfig
+from common.model.policy import ModelConfig, PackedModel
 from common.model.sharding import num_changes
 from common.optim import OptimConfig
 from common.parallel import ranks
@@ -102,7 +93,7 @@ CALL_FIRST = {
 """Each attribute of a run -> the call that makes it. Whoever reads it before gets this call in the error."""
 
 
-class Training:
+class Training(Models):
     """One training, from `with Training(args) as run:` to the end of that block. CALL_FIRST has the attributes that
     begin to exist later than the object."""
 
@@ -110,13 +101,11 @@ class Training:
     engine_bytes = 0  # of a GPU: the engine's own, which torch counts as the trainer's, also while the engine sleeps
 
     def __init__(self, args: TrainArgs):
+        super().__init__()
         self.args = args
         self.closing = ExitStack()  # what ends with the run; the last to begin ends first
-        self.models: dict[str, PackedModel] = {}
-        self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self.script_state: dict[str, Any] = {}
         """What the script adds to a checkpoint beside models and optimizers, plain JSON. `resume` brings it back."""
-        self.has_resumed = False
         self.is_finished = True  # the step that was begun last
 
     def __getattr__(self, name: str) -> Any:
@@ -176,60 +165,6 @@ class Training:
         self.max_tokens, why = self.plan.choose_budget(max_tokens, self.world.device)
         ranks.print_on_main(self.world, f"memory {why}")
         return self.max_tokens
-
-    def load_policy(self, name: str, path: str, optim: OptimConfig,
-                    load: Callable[..., Any] = load_policy) -> tuple[Policy, torch.optim.Optimizer]:
-        """A causal LM that is trained (or what else `load` makes), and its optimizer. The one named "policy" is
-        `run.policy`, which is validated and exported. Raises RuntimeError before the engine was started, because the
-        engine measures how much memory is free, and for a name that is taken, as checkpoints hold models by name."""
-        self.watchdog.phase("setup of models")
-        set_seed(ranks.seed_of(self.args.seed))  # vLLM has seeded random, numpy and torch otherwise
-        model, optimizer = self._load(name, load, path, optim)
-        if name == "policy":
-            self.policy = model
-        return model, optimizer
-
-    def load_critic(self, name: str, path: str, optim: OptimConfig) -> tuple[Critic, torch.optim.Optimizer]:
-        """A backbone with a scalar head, and its optimizer."""
-        return self._load(name, load_critic, path, optim)
-
-    def load_frozen(self, name: str, path: str, is_saved: bool = False) -> Policy | Reference:
-        """A causal LM without a gradient, in the compute dtype. With adapters, and for the policy's own `path`, it is
-        the policy without them. `is_saved`: checkpoints hold it, because the script copies other weights into it."""
-        self._before_loading(name)
-        model = load_frozen(path, self.args, self.policy, self.world)
-        if isinstance(model, PackedModel):
-            self.models[name] = model
-        if is_saved:
-            self.optimizers[name] = torch.optim.SGD(model.parameters())  # for the checkpoint: it has no state, no step
-        return model
-
-    def load_average(self, name: str, path: str) -> Policy:
-        """A causal LM without a gradient that the script moves, in float32 and in checkpoints: an average over steps of
-        the policy's weights. In bfloat16, a step of less than 1/256 of a weight would be lost."""
-        self._before_loading(name)
-        if self.args.lora.rank:
-            raise ValueError(f"--lora.rank {self.args.lora.rank}: {name} has no adapters that could follow those of "
-                             f"the policy; this script needs --lora.rank 0")
-        model = load_policy(path, self.args.policy, self.world, FLOAT32_FROZEN)
-        self.models[name] = model
-        self.optimizers[name] = torch.optim.SGD(model.parameters())
-        return model
-
-    def _before_loading(self, name: str) -> None:
-        if name in self.models:
-            raise RuntimeError(f"{name} is loaded already, and a checkpoint would hold one of the two: give the second "
-                               f"another name")
-        if self.has_resumed:
-            raise RuntimeError(f"models must be loaded before run.resume() and before {STEPS} "
-                               f"because a checkpoint fills all of them together")
-
-    def _load(self, name: str, load: Callable[..., Any], path: str, optim: OptimConfig) -> tuple[Any, Any]:
-        self._before_loading(name)
-        args = self.args
-        self.models[name] = load(path, args.policy, self.world, Weights(lora=args.lora, dtype=WEIGHTS[optim.kind]))
-        self.optimizers[name] = make_optimizer(self.models[name], optim)
-        return self.models[name], self.optimizers[name]
 
     def describe(self, objective: str, *sizes: int) -> None:
         """Print what this run does, in words and units. `objective`: one line from the script. `sizes`: prompts and

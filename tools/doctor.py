@@ -134,8 +134,8 @@ class Doctor:
         import psutil
         import torch
 
+        from common.memory.plan import GIB, MemoryPlan
         from common.model.loading import read_config
-        from common.model.memory_plan import GIB, MemoryPlan
         from common.run import RunArgs
 
         args = RunArgs(model=self.options.model, train_data=())
@@ -158,8 +158,8 @@ class Doctor:
 
         from common.engine.base import EngineSetup, Request, RolloutConfig, SamplingConfig
         from common.engine.make import check_rollout, make_engine, stop_tokens
+        from common.memory.plan import MemoryPlan
         from common.model.loading import load_policy, read_config, read_tokenizer
-        from common.model.memory_plan import MemoryPlan
         from common.parallel.ranks import all_sum
         from common.prompts import Prompt
         from common.run import RunArgs

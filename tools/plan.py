@@ -5,7 +5,7 @@
     python -m tools.plan --large-table          # of 7B to 235B, the same
 
 Takes a script (a fork too) with its flags, and reads nothing but the model's config. All numbers are calculated
-(common/model/memory_plan.py), of the fullest rank, in GiB. Exit status 1: it does not fit.
+(common/memory/plan.py), of the fullest rank, in GiB. Exit status 1: it does not fit.
 """
 
 import argparse
@@ -29,10 +29,10 @@ from transformers import AutoConfig
 
 from common.engine import make
 from common.engine.base import RolloutConfig
+from common.memory.plan import FREE_BLOCKS, GIB, IN_PASSES, MAX_TOKENS, MemoryPlan, Model
 from common.model import loading
 from common.model.flops import head_dims
 from common.model.loading import read_config
-from common.model.memory_plan import FREE_BLOCKS, GIB, IN_PASSES, MAX_TOKENS, MemoryPlan, Model
 from common.model.policy import ModelConfig
 from common.parallel.ranks import SAMPLERS, World
 from common.run import Run, RunArgs

@@ -98,7 +98,7 @@ def rows_of(run_dir: Path, step: int) -> list[dict]:
 
 def describe(run_dir: Path) -> str:
     """What a reader asks first of a loop, answered by the last step of a run."""
-    from common.model.memory_plan import TOKENS_ON_CPU
+    from common.memory.plan import TOKENS_ON_CPU
 
     rows = metrics_of(run_dir)
     last = rows[-1]

@@ -15,8 +15,9 @@ from transformers import PretrainedConfig
 
 from common.batch import Batch
 from common.dataset.images import embedding_size
+from common.dataset.loaded import Loaded
 from common.dataset.messages import parse_messages
-from common.dataset.store import Loaded, RowFormat, load_rows, render, template_arguments
+from common.dataset.store import RowFormat, load_rows, render, template_arguments
 from common.model.flops import context_length, sequence_cost
 from common.model.loading import read_config
 from common.packing import Sequences, plan_step

@@ -17,8 +17,8 @@ from transformers import PretrainedConfig
 from common.batch import Batch
 from common.dataset.images import Images
 from common.engine.sync import Checksum, check_difference, checksum
+from common.memory.offload import Offload, OffloadConfig
 from common.metrics import Meter
-from common.model.offload import Offload, OffloadConfig
 from common.model.policy import ModelConfig, PackedModel, Policy
 from common.parallel.ranks import World, all_max, all_names, all_sum, seed_of
 from common.prompts import Prompt

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from common.dataset.images import Images
 from common.engine.base import Engine, EngineSetup, SamplingConfig
 from common.engine.sync import Checksum, differing, held_checksums
-from common.model.memory_plan import GRAPHS_GB, RESERVED_GB
+from common.memory.plan import GRAPHS_GB, RESERVED_GB
 from common.parallel.ranks import all_names, seed_of
 from envs.pictures import decode
 from envs.runtime.response import Response

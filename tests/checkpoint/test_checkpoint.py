@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from common.checkpoint import files, manager, signals, state
-from common.model.offload import Offload, OffloadConfig
+from common.memory.offload import Offload, OffloadConfig
 from tests.checkpoint import shards
 from tests.checkpoint.faulty import server
 from tests.rank_worker import STATE, checkpoints_of, everything, start, train

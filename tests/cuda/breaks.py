@@ -74,7 +74,7 @@ def of(file: str, *breaks: tuple) -> list[Break]:
 
 BREAKS = [
     *of(
-        "common/model/offload.py",
+        "common/memory/offload.py",
         ("pinned host memory", "pin = torch.cuda.is_available()", "pin = False",
          "copies are several times slower, and the host waits for each", OFFLOAD, ROLLOUTS),
         ("freed before it is copied", "            buffer.copy_(_bytes(storage))\n            storage.resize_(0)\n",
@@ -207,7 +207,7 @@ BREAKS = [
          "perf/max_memory_allocated_gb says too little", REPORTS),
     ),
     *of(
-        "common/model/memory_plan.py",
+        "common/memory/plan.py",
         ("budget from what is free", "torch.cuda.mem_get_info()[1]", "torch.cuda.mem_get_info()[0]",
          "the budget depends on the moment, and on the rank", PLAN),
         ("the largest GPU decides", "-all_max([-torch", "all_max([torch", "ranks with less memory fail", PLAN),

@@ -30,10 +30,10 @@ from common.batch import Batch
 from common.checkpoint.state import tensors_of
 from common.engine import base
 from common.engine.base import Engine, EngineSetup, RolloutConfig
+from common.memory.offload import Offload, OffloadConfig
+from common.memory.plan import MemoryPlan
 from common.model import loading
 from common.model.lora import LoRAConfig
-from common.model.memory_plan import MemoryPlan
-from common.model.offload import Offload, OffloadConfig
 from common.model.optimizers import WEIGHTS, make_optimizer
 from common.model.policy import Critic, ModelConfig, Policy
 from common.optim import OptimConfig, optimizer_step

@@ -24,9 +24,9 @@ from torch.nn.attention import varlen
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from common import kernels
+from common.memory.offload import OffloadConfig
 from common.model import loading
 from common.model.lora import LoRAConfig
-from common.model.offload import OffloadConfig
 from common.model.policy import ModelConfig
 from common.parallel import ranks
 from tests.cuda.memory import PHASES, Case, Peak, nothing_read, run

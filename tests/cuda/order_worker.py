@@ -120,8 +120,8 @@ def rollouts(folder: Path, world, device) -> dict:
     """Two cycles of an engine with everything offloaded: bytes of the trainer's tensors at each moment; the weights."""
     from common.checkpoint.state import tensors_of
     from common.engine.base import EngineSetup, RolloutConfig
+    from common.memory.offload import Offload, OffloadConfig
     from common.model.loading import load_policy
-    from common.model.offload import Offload, OffloadConfig
     from common.model.optimizers import make_optimizer
     from common.model.policy import ModelConfig
     from common.optim import OptimConfig
@@ -170,7 +170,7 @@ def saves(folder: Path, world, device) -> dict:
     from common.checkpoint.export import export
     from common.checkpoint.manager import Checkpoints
     from common.checkpoint.signals import Watchdog
-    from common.model.offload import Offload, OffloadConfig
+    from common.memory.offload import Offload, OffloadConfig
     from tests.cuda.worker import set_stream_as_vllm
     from tests.rank_worker import STATE, checkpoints_of, everything, start
 

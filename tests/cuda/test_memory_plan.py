@@ -1,9 +1,9 @@
-"""The arithmetic of common/model/memory_plan.py against a simulation of the same step with the project's own code."""
+"""The arithmetic of common/memory/plan.py against a simulation of the same step with the project's own code."""
 
 import pytest
 
+from common.memory.offload import OffloadConfig
 from common.model.lora import LoRAConfig
-from common.model.offload import OffloadConfig
 from common.model.policy import ModelConfig
 from tests.cuda.fake_cuda import WHY_NOT
 from tests.cuda.memory import Case, Peak, plan_of, simulate

@@ -14,8 +14,8 @@ from triton.runtime import interpreter
 
 import common.model.attention  # noqa: F401  makes packed_sdpa known to transformers
 from common.batch import Batch
+from common.memory.plan import Model
 from common.model.loading import LIGER_FAMILIES, LIGER_KERNELS
-from common.model.memory_plan import Model
 from common.model.policy import ModelConfig, Policy
 from tests.model.kept import kept_bytes
 

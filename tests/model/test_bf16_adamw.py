@@ -8,10 +8,10 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from common.checkpoint.state import load_parts, tensors_of
+from common.memory.offload import Offload, OffloadConfig
+from common.memory.plan import Model
 from common.model.loading import Weights, load_critic, load_policy
 from common.model.lora import LoRAConfig
-from common.model.memory_plan import Model
-from common.model.offload import Offload, OffloadConfig
 from common.model.optimizers import (
     BF16AdamW,
     block_size,

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from common.memory.plan import Model
 from common.model.loading import LIGER_FAMILIES, uses_liger
-from common.model.memory_plan import Model
 from common.model.policy import ModelConfig
 from tests.conftest import launch
 

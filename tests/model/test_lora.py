@@ -20,9 +20,9 @@ from common.checkpoint.manager import Checkpoints
 from common.checkpoint.state import FILE, tensors_of
 from common.engine.base import EngineSetup, RolloutConfig
 from common.engine.make import make_engine
+from common.memory.plan import GIB, Model
 from common.model.loading import Weights, load_critic, load_frozen, load_policy, read_config
 from common.model.lora import LoRAConfig, LoRALinear, Reference
-from common.model.memory_plan import GIB, Model
 from common.model.optimizers import make_optimizer
 from common.model.policy import ModelConfig, Policy
 from common.optim import OptimConfig

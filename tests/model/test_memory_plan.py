@@ -19,10 +19,10 @@ from transformers import (
 import ppo
 import sft
 from common.engine.base import RolloutConfig
-from common.model import memory_plan
+from common.memory import plan as memory_plan
+from common.memory.offload import OffloadConfig
+from common.memory.plan import GIB, MemoryPlan, Model
 from common.model.flops import context_length
-from common.model.memory_plan import GIB, MemoryPlan, Model
-from common.model.offload import OffloadConfig
 from common.model.policy import ModelConfig
 from common.model.reward_model import RewardModelConfig
 from common.model.sharding import shard_dim

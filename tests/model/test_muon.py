@@ -7,8 +7,8 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from common.checkpoint.state import load_parts, tensors_of
-from common.model.memory_plan import Model
-from common.model.offload import Offload, OffloadConfig
+from common.memory.offload import Offload, OffloadConfig
+from common.memory.plan import Model
 from common.model.optimizers import make_optimizer, uses_muon
 from common.model.policy import ModelConfig
 from common.optim import OptimConfig

@@ -6,8 +6,8 @@ from common.batch import Batch
 from common.checkpoint.state import tensors_of
 from common.engine.base import EngineSetup, RolloutConfig
 from common.engine.make import make_engine
+from common.memory.offload import Offload, OffloadConfig
 from common.model.loading import load_policy, read_config
-from common.model.offload import Offload, OffloadConfig
 from common.model.optimizers import make_optimizer
 from common.model.policy import ModelConfig
 from common.optim import OptimConfig, optimizer_step

@@ -23,9 +23,9 @@ from transformers import (
 )
 
 from common.batch import Batch
+from common.memory.plan import Model
 from common.model.loading import CAUSAL_LM, FLOAT32_FROZEN, SCORED, Weights, load_critic, load_policy, read_config
 from common.model.lora import LoRAConfig
-from common.model.memory_plan import Model
 from common.model.policy import ModelConfig
 from common.optim import OptimConfig, optimizer_step
 from tests.conftest import VOCAB

@@ -25,9 +25,9 @@ from transformers import (
 )
 
 from common.batch import Batch
+from common.memory.plan import MemoryPlan
 from common.model.loading import Weights, load_policy
 from common.model.lora import LoRAConfig, Reference
-from common.model.memory_plan import MemoryPlan
 from common.model.policy import ModelConfig
 from common.run import RunArgs
 from tests.model.test_policy import SIZES, make_batch, save_model

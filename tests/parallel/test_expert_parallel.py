@@ -11,8 +11,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
+from common.memory.plan import MemoryPlan
 from common.model.loading import Weights, load_policy
-from common.model.memory_plan import MemoryPlan
 from common.model.policy import ModelConfig
 from common.parallel.ranks import num_shards
 from common.run import RunArgs

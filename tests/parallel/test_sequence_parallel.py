@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from common.batch import Batch
-from common.model.memory_plan import MemoryPlan
+from common.memory.plan import MemoryPlan
 from common.model.policy import ModelConfig
 from common.model.sequence_parallel import zigzag
 from common.parallel.ranks import World

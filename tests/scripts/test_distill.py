@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import distill
 from common.batch import Batch
-from common.model.memory_plan import MemoryPlan
+from common.memory.plan import MemoryPlan
 from tests.conftest import STOPS, launch, launch_all, make_tiny_llama
 from tests.engine.episode_runs import FILE
 from tests.scripts.test_supervised import check_exact_resume, metrics_of, weights_of

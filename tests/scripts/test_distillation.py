@@ -9,8 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import grpo_variants
 import ppo
+from common.memory.plan import MemoryPlan
 from common.model.loading import read_teacher
-from common.model.memory_plan import MemoryPlan
 from common.model.policy import ModelConfig
 from tests.conftest import STOPS, TRAIN, launch_all, make_tiny_llama
 from tests.scripts.test_supervised import metrics_of

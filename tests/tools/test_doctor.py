@@ -13,7 +13,7 @@ import torch
 from common.engine import make
 from common.engine.hf import HFEngine
 from common.engine.vllm import gpu_share
-from common.model.memory_plan import RESERVED_GB
+from common.memory.plan import RESERVED_GB
 from common.parallel import ranks
 from tools import doctor, plan
 

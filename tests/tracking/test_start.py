@@ -7,7 +7,8 @@ import pyarrow as pa
 import pytest
 
 from common.checkpoint.secrets import flags_of
-from common.dataset.store import Loaded, PromptSet
+from common.dataset.loaded import Loaded
+from common.dataset.store import PromptSet
 from common.model.optimizers import OptimConfig
 from common.prompts import DataConfig
 from common.tracking.start import check_best_metric, notes

@@ -12,10 +12,10 @@ from torch import nn
 from transformers import AutoModel, PretrainedConfig
 
 from common.kernels import CHUNK_BYTES, tile_shape
+from common.memory.offload import OffloadConfig
 from common.model.flops import active_weights, check_context, head_dims
 from common.model.loading import GIB, NO_ADAPTERS, read_critic, read_teacher, uses_liger
 from common.model.lora import LoRAConfig, add_adapters
-from common.model.offload import OffloadConfig
 from common.model.optimizers import WEIGHTS, block_size, uses_muon
 from common.model.policy import ModelConfig
 from common.model.reward_model import check_reward_model
