@@ -70,7 +70,7 @@ class Models:
             raise RuntimeError(f"{name} is loaded already, and a checkpoint would hold one of the two: give the second "
                                f"another name")
         if self.has_resumed:
-            raise RuntimeError("models must be loaded before run.resume() and before the steps begin "
+            raise RuntimeError("models must be loaded before run.resume() and before the loop over run.steps() "
                                "because a checkpoint fills all of them together")
 
     def _load(self, name: str, load: Callable[..., Any], path: str, optim: OptimConfig) -> tuple[Any, Any]:
