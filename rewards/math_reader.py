@@ -29,6 +29,7 @@ MAX_DEPTH = 40          # of brackets: the parser's time grows with its square
 UNREADABLE = re.compile(r"['\u2032\u2019]|\\prime|\\mid|\\[pb]?mod|\\equiv|\\[lcdv]?dots|\\operatorname|\\top|"
                         r"\^\s*\{?\s*\\?(?:\*|T\b|math\w+\{T)|(?<![a-zA-Z\\])[a-zA-Z]\s*\^\s*\{\s*(?:\(\d+\)|-1)\s*\}\s*\(|"
                         r"\\approx|\\sim\b|\\partial|\\xrightarrow|\\det|\\begin\{[vV]matrix\}|\)\s*_|"
+                        r"\\(?:vec|overrightarrow)\s*\{[^{}]*\}\s*\\times|"
                         r"\b(?:for|if|when|where|mod|more|less|not|base|otherwise|remainder)\b")
 PERCENT = r"(?:\\?%|(?:\\text\{)?\s*(?:per\s?cent|pct)\s*\}?)"
 DEGREES = r"(?:\^\s*\{?\s*\\circ\s*\}?|\u00b0|\\degree|(?:\\text\{)?\s*degrees?\s*\}?)"

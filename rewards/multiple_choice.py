@@ -3,8 +3,7 @@ letter in its last \boxed{}, or after its last "answer is".
 
 The letter may stand in brackets, in bold, in quotes or code marks, or in LaTeX: $B$, \(B\), \boxed{B}, \textbf{B}. "A"
 and "I" that begin a sentence ("Answer: a mixture") are words and no letters; two letters ("B or C") are no answer. A
-response without a letter scores 0 and
-has no vote in maj@N.
+response without a letter scores 0 and has no vote in maj@N.
 """
 
 import re

@@ -34,6 +34,7 @@ DIFFERENT = {
                                                                     r"\begin{pmatrix}1&2\\3&4\end{pmatrix}")],
     "order": [
         ("AB", "BA"), ("ABC", "CBA"), (r"A^{-1}B", r"BA^{-1}"), ("(AB)^{-1}", r"A^{-1}B^{-1}"), ("ABA^{-1}", "B"),
+        (r"\vec{a}\times\vec{b}", r"\vec{b}\times\vec{a}"),
         ("(2,1)", "(1,2)"), ("x=2,y=1", "(1,2)"), ("post", "stop"), (r"\{1,2\}", "(1,2)")],
     "what the parser makes of a text": [
         ("1 1/2", "11/2"), ("1 2", "12"), ("2(3)", "5"), (r"\frac{3}{4}\frac12", "1.25"), (r"\frac{n}{N}", "1"),
