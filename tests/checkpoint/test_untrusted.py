@@ -80,16 +80,17 @@ def test_a_config_with_too_many_layers_ends_at_once():
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.ESTALE])
 def test_a_broken_disk_is_one_line_that_names_the_file(number, tmp_path, capsys):
-    with pytest.raises(OSError) as raised, files.naming(tmp_path / "metrics.jsonl"):
-        raise OSError(number, os.strerror(number))                      # as a write or a sync of an open file says it
+    path, said = tmp_path / "metrics.jsonl", os.strerror(number)
+    with pytest.raises(OSError, match=said) as raised, files.naming(path):
+        raise OSError(number, said)                                     # as a write or a sync of an open file says it
     with pytest.raises(SystemExit) as end:
         exit_with_error(raised.value)
-    said = "the disk is full: " * (number == errno.ENOSPC)
+    full = "the disk is full: " if number == errno.ENOSPC else ""
     assert end.value.code == 2
-    assert capsys.readouterr().err == f"error: {said}[Errno {number}] {os.strerror(number)}: '{tmp_path}/metrics.jsonl'\n"
+    assert capsys.readouterr().err == f"error: {full}[Errno {number}] {said}: '{path}'\n"
 
 
 def test_a_full_disk_names_no_file_itself(tmp_path):
-    with pytest.raises(OSError, match="metrics.jsonl"), files.naming(tmp_path / "metrics.jsonl"):
-        with open("/dev/full", "w") as file:
-            file.write("a line")
+    named = files.naming(tmp_path / "metrics.jsonl")
+    with pytest.raises(OSError, match=r"metrics\.jsonl"), named, open("/dev/full", "w") as file:
+        file.write("a line")
