@@ -24,7 +24,8 @@ from common.optim import OptimConfig, optimizer_step
 from common.parallel import ranks
 from common.parallel.ranks import make_groups
 
-STATE = {"step": 2, "total_steps": 2, "sampler": {"epoch": 1, "position": 5},
+STATE = {"step": 2, "total_steps": 2,
+         "sampler": {"epoch": 1, "position": 5, "num_prompts": 9, "data_hash": "of these"},
          "tracker": {"step": 2, "wandb_id": None}}
 
 

@@ -20,7 +20,7 @@ from tyro.conf import Positional
 
 from common.checkpoint.best import FILE
 from common.checkpoint.export import dtype_of, model_of, replace_hf
-from common.checkpoint.files import check_files, find, read_manifest
+from common.checkpoint.files import check_files, find, read_checkpoint, read_regular
 from common.checkpoint.older_readers import left_out
 from common.checkpoint.own import check_replaceable, paths_in
 from common.checkpoint.state import FILE as SHARDS
@@ -41,7 +41,7 @@ def read_best(run_dir: Path) -> dict[str, Any]:
     """What `write_best` wrote; {} if there is no best step. Raises ValueError if the file is damaged."""
     file = run_dir / FILE
     try:
-        best = json.loads(file.read_text()) if file.is_file() else {}
+        best = json.loads(read_regular(file)) if os.path.lexists(file) else {}
         return {name: best[name] for name in ("step", "metric", "value") if best != {}}
     except (ValueError, TypeError, KeyError):
         raise ValueError(f"{file} is damaged: delete it; the run's next start writes it again") from None
@@ -130,7 +130,7 @@ def export_checkpoint(source: Positional[str], out: Positional[Path], adapter: b
     folder = find(source)
     if damage := check_files(folder):
         raise ValueError(f"{folder} is damaged: {'; '.join(damage)}")
-    flags = read_manifest(folder)["flags"]
+    flags = read_checkpoint(folder)["flags"]
     out = Path(os.path.abspath(out))                                    # "." has no name
     check_out(out, flags)
     files = {}
@@ -146,7 +146,7 @@ def export_checkpoint(source: Positional[str], out: Positional[Path], adapter: b
     if adapter and is_scorer:
         raise ValueError(f"{folder} is of a reward model, whose head is trained beside the adapters: without --adapter "
                          f"both are written, the adapters merged")
-    stored_as = read_manifest(folder)["model"].get("checkpoint format")
+    stored_as = read_checkpoint(folder)["model"].get("checkpoint format")
     if stored_as != SHARDS:
         raise ValueError(f"{folder} has the format {stored_as}, must have {SHARDS}: export it with the version that "
                          f"wrote it")
@@ -181,7 +181,7 @@ def list_checkpoints(run: Positional[str]) -> None:
         kept = ""
         print("best.json is damaged: which checkpoint is the best is not known")
     for folder in folders:
-        manifest, damage = read_manifest(folder), "; ".join(check_files(folder))
+        manifest, damage = read_checkpoint(folder), "; ".join(check_files(folder))
         gb = sum(entry["size"] for entry in manifest.get("files", {}).values()) / 2**30
         state = f"damaged: {damage}" if damage else "complete"
         if folder.name == kept:

@@ -21,8 +21,8 @@ OF_VERL = re.compile(r"\+{0,2}(data|algorithm|trainer|actor_rollout_ref|critic|r
 
 
 def run_script(main: Callable[[Any], None], flags: type, description: str) -> None:
-    """Read `flags`, a dataclass, from the command line and call `main`. A mistake in flags or files, or a full disk, is
-    one line and exit code 2."""
+    """Read `flags`, a dataclass, from the command line and call `main`. A mistake in flags or files, or a full or
+    broken disk, is one line and exit code 2."""
     try:
         main(read_flags(flags, description))
     except (ValueError, OSError) as error:
@@ -82,12 +82,13 @@ def without_nested(flags: type) -> type:
 
 
 def exit_with_error(error: Exception) -> None:
-    """A mistake in flags or files that our own checks found, or a full disk: its message and exit code 2. Others are
-    re-raised."""
+    """A mistake in flags or files that our own checks found, or a full or broken disk: its message and exit code 2.
+    Others are re-raised."""
     file = Path(traceback.extract_tb(error.__traceback__)[-1].filename)     # where it was raised
     is_ours = isinstance(error, ValueError) and file.is_relative_to(ROOT) and ".venv" not in file.parts
     is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    if not is_ours and not is_full:
+    is_broken = isinstance(error, OSError) and error.errno in (errno.EIO, errno.EROFS, errno.ESTALE)
+    if not (is_ours or is_full or is_broken):
         raise error
     rank = f"[rank {os.environ.get('RANK', 0)}] " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
     text = f"{rank}error: {'the disk is full: ' if is_full else ''}{error}"

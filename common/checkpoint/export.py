@@ -27,6 +27,7 @@ from common.parallel.ranks import World, all_gather_objects, together
 from rewards.runtime.cleaner import own_folder
 
 INDEX = "model.safetensors.index.json"
+MOST_LAYERS = 1000
 FILE_BYTES = 2**30
 """Largest size of a file of weights (unless one tensor is larger): a rank holds one file in host memory."""
 
@@ -76,6 +77,8 @@ def write_files(folder: Path, files: dict[str, bytes]) -> None:
 def model_of(files: dict[str, bytes]) -> PreTrainedModel | None:
     """The model of config.json, without memory. None: its code comes with the model's folder."""
     config = json.loads(files["config.json"])
+    if (layers := config.get("num_hidden_layers") or 0) > MOST_LAYERS:
+        raise ValueError(f"config.json names {layers:,} layers, more than the {MOST_LAYERS:,} of any model")
     if config["model_type"] not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return None
     with torch.device("meta"):

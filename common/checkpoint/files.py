@@ -6,6 +6,9 @@ import re
 import shutil
 import stat
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,16 @@ MANIFEST = "manifest.json"
 NAME = re.compile(r"step_(\d{6,})")
 """What a folder of checkpoints calls a checkpoint. Other names in it, such as step_000002.bak, are the user's."""
 
+EACH = "*"
+FILES = {EACH: {"size": int, "crc32": int}}
+CHECKPOINT: dict[str, Any] = {
+    "files": FILES, "world_size": int, "flags": {}, "model?": {}, "state": {
+        "step": int, "sampler?": {"epoch": int, "position": int, "data_hash": str, "num_prompts": int},
+        "tracker?": {"step": int, "size?": int}, "not_validated?": {EACH: float | int}, "script?": {},
+        "best?": {"step?": int, "metric?": str, "value?": float | int}},
+}
+"""What a checkpoint's manifest must have, and may have (?), and of which types: {} is an object, EACH all entries."""
+MOST_LEVELS = 100
 MOST_JSON = 2**28
 """Bytes of the largest JSON file that a run writes, such as the manifest of thousands of ranks."""
 
@@ -33,6 +46,15 @@ def read_regular(path: str | Path, most_bytes: int = MOST_JSON) -> bytes:
     return content
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An OSError of what is done with this file names it: that of a broken or full disk says no path itself."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+
+
 def write_manifest(folder: Path, manifest: dict[str, Any], name: str = MANIFEST) -> None:
     """Writes the last file of a checkpoint, with a checksum of its own. Makes the folder if it is not there."""
     folder.mkdir(exist_ok=True)
@@ -48,14 +70,42 @@ def read_manifest(folder: Path, name: str = MANIFEST) -> dict[str, Any]:
         is_sound = zlib.crc32(json.dumps(outer["manifest"], sort_keys=True).encode()) == outer["crc32"]
     except (ValueError, TypeError, KeyError, RecursionError):
         return {}
+    is_sound = is_sound and isinstance(outer["manifest"], dict) and not is_deep(outer["manifest"])
     return outer["manifest"] if is_sound else {}
+
+
+def is_deep(value: Any) -> bool:
+    """Whether JSON is nested so deeply that what is done with it may exceed Python's stack."""
+    level = [value]
+    for _ in range(MOST_LEVELS):
+        inner = [part.values() if isinstance(part, dict) else part for part in level if isinstance(part, dict | list)]
+        level = [*chain.from_iterable(inner)]
+    return bool(level)
+
+
+def has_form(value: Any, form: Any) -> bool:
+    """Whether JSON is as a form such as CHECKPOINT says. Whole numbers are not below 0."""
+    if not isinstance(form, dict):
+        return isinstance(value, form) and not isinstance(value, bool) and (form is not int or value >= 0)
+    if not isinstance(value, dict):
+        return False
+    if EACH in form:
+        return all(has_form(entry, form[EACH]) for entry in value.values())
+    given = {name: entry for name, entry in form.items() if not name.endswith("?") or name[:-1] in value}
+    return all(name.rstrip("?") in value and has_form(value[name.rstrip("?")], entry) for name, entry in given.items())
+
+
+def read_checkpoint(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint; {} if it is missing, damaged, or not of the form that a run writes."""
+    manifest = read_manifest(folder)
+    return manifest if has_form(manifest, CHECKPOINT) else {}
 
 
 def check_files(folder: Path, rank: int = 0, size: int = 1) -> list[str]:
     """What is wrong with a checkpoint: its manifest, or files whose content differs from what was written. Each of
     `size` ranks reads its share of the files."""
-    manifest, name = read_manifest(folder), NAME.fullmatch(folder.name)
-    if "files" not in manifest:
+    manifest, name = read_checkpoint(folder), NAME.fullmatch(folder.name)
+    if not manifest:
         return [f"{MANIFEST} is missing or damaged"]
     if name and int(name[1]) != manifest["state"]["step"]:
         return [f"it is the checkpoint of step {manifest['state']['step']} under another name"]
@@ -79,7 +129,8 @@ def complete_checkpoints(path: str | Path) -> list[Path]:
     """All complete checkpoints of a run, oldest first; if `path` is a checkpoint, only that. A checkpoint is complete
     if it has a manifest, which is written last. They are found by scanning; no file names the newest."""
     path = Path(path).resolve()
-    return [folder for folder in (path, *checkpoints_in(path / "checkpoints")) if read_manifest(folder)]
+    folders = (path, *checkpoints_in(path / "checkpoints"))
+    return [folder for folder in folders if read_checkpoint(folder)]
 
 
 def find(path: str) -> Path:

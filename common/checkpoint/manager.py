@@ -24,7 +24,7 @@ from torch import Tensor, get_device_module
 from common.checkpoint.best import better, choose_metric, write_best
 from common.checkpoint.choice import choose
 from common.checkpoint.export import write_files
-from common.checkpoint.files import complete_checkpoints, entry_of, read_manifest, remove, sync, write_manifest
+from common.checkpoint.files import complete_checkpoints, entry_of, read_checkpoint, remove, sync, write_manifest
 from common.checkpoint.own import remove_checkpoint
 from common.checkpoint.secrets import differences, flags_of
 from common.checkpoint.signals import Watchdog
@@ -147,7 +147,7 @@ class Checkpoints:
         if folder is None:
             self._resume_best({})
             return {}
-        manifest = read_manifest(folder)
+        manifest = read_checkpoint(folder)
         of_model = differences(manifest.get("model", {}), self.model)
         wrong = [text for text in of_model if text.split()[0] not in NOT_COMPARED]
         if wrong:
@@ -268,7 +268,7 @@ class Checkpoints:
         """Takes over the best step that the checkpoint knows, as long as its own checkpoint is on disk."""
         if not (self.config.keep_best and self.starts_from_own):
             best = {}
-        if best and not on_main(self.world, lambda: bool(read_manifest(self._folder(best["step"])))):
+        if best and not on_main(self.world, lambda: bool(read_checkpoint(self._folder(best["step"])))):
             print_on_main(self.world, f"{self._folder(best['step'])}, which was the best checkpoint, is gone")
             best = {}
         self.best = best

@@ -9,7 +9,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from common.checkpoint.files import MANIFEST, crc32, read_manifest, read_regular, remove
+from common.checkpoint.files import FILES as FILES_FORM
+from common.checkpoint.files import MANIFEST, crc32, has_form, read_checkpoint, read_manifest, read_regular, remove
 from common.checkpoint.secrets import flags_of
 
 MARK = "plainrl.json"
@@ -53,7 +54,7 @@ def not_as_written(folder: Path, reads_all: bool = True) -> str:
     if not present:
         return ""
     files = read_manifest(folder, MARK).get("files")
-    if files is None:
+    if not has_form(files, FILES_FORM):
         first = present[0].relative_to(folder)
         return f"has no {MARK}, in which this version names the files that it wrote ({first} is there)"
     for path in present:
@@ -102,7 +103,7 @@ def remove_checkpoint(folder: Path) -> None:
     if folder.is_symlink() or not folder.is_dir():              # of one that was moved elsewhere, the link
         remove(folder)
         return
-    own = read_manifest(folder).get("files", {})
+    own = read_checkpoint(folder).get("files", {})
     files = [path for path in sorted(folder.rglob("*")) if path.is_symlink() or not path.is_dir()]
     names = {path: str(path.relative_to(folder)) for path in files}
     others = {path: name for path, name in names.items() if name not in own and not OF_A_CHECKPOINT.fullmatch(name)

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from common.batch import Batch
+from common.checkpoint.files import naming
 from common.parallel.ranks import all_gather_objects
 from common.rollout import Minibatch, Rollout, Sample
 from common.tracking.logger import LogConfig
@@ -148,10 +149,11 @@ def write_rows(path: Path, rows: list[dict[str, Any]], schema: pa.Schema = SCHEM
     for _, group in groupby(rows, key=lambda row: row["group"]):
         for row in islice(group, 1, None):
             row["images"] = None
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".partial")
-    pq.write_table(pa.Table.from_pylist(rows, schema=schema), temporary, compression="zstd")
-    temporary.rename(path)
+    table, temporary = pa.Table.from_pylist(rows, schema=schema), path.with_suffix(".partial")
+    with naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(table, temporary, compression="zstd")
+        temporary.rename(path)
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, prompt: list[int], response: list[int]) -> list[str]:

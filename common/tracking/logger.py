@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from tqdm import tqdm
 
-from common.checkpoint.files import sync
+from common.checkpoint.files import naming, sync
 from common.checkpoint.run_folder import check_holder
 from common.checkpoint.secrets import redacted
 from common.parallel.ranks import World, check_at_least
@@ -96,9 +96,10 @@ class Tracker:
             return
         check_holder(self.run_dir)
         print(line, *self.health.look(step, metrics), sep="\n", flush=True)
-        with self.jsonl.open("a") as file:
-            file.write(json.dumps({"step": step, **metrics}) + "\n")
-        sync(self.jsonl)                                                    # before a checkpoint knows this step
+        with naming(self.jsonl):
+            with self.jsonl.open("a") as file:
+                file.write(json.dumps({"step": step, **metrics}) + "\n")
+            sync(self.jsonl)                                                # before a checkpoint knows this step
         if self.wandb is not None:
             self.wandb.log(metrics, step=step)
         if self.tensorboard is not None:
