@@ -41,7 +41,7 @@ class RunArgs(TrainArgs):
 
     eval_n: int = 4
     """Sampled responses per validation prompt (mean@N, best@N, maj@N), besides the greedy response; 0: greedy only.
-    Needs --val-data."""
+    Above 0 needs --val-data."""
     eval_temperature: float = 1.0
     """Sampling temperature of these responses. 0: all are greedy. Needs --val-data and --eval-n."""
     run_zero_advantage: bool = False

@@ -69,9 +69,10 @@ class TrainArgs:
     with the prompts of one rollout, also where dapo.py samples several: then there are more passes."""
 
     eval_every: int = 10
-    """Steps between validations; also before the first and after the last step. 0: only these two. Needs --val-data."""
+    """Steps between validations; also before the first and after the last step. 0: only these two. Above 0
+    needs --val-data."""
     eval_prompts: int = 512
-    """Most validation prompts, spread evenly over the files; 0: all. Needs --val-data."""
+    """Most validation prompts, spread evenly over the files; 0: all. Above 0 needs --val-data."""
 
     policy: ModelConfig = field(default_factory=ModelConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)

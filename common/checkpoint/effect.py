@@ -9,6 +9,7 @@ The help of such a flag says when it acts, in a sentence that is read here, so t
     Needs schedule linear or cosine.    without --: a flag of the same dataclass
     Needs --a or --b.                   at least one of the two
     Needs training.                     the script must train
+    Above 0 needs --a.                  0 asks for nothing
     Not with --a.                       the other flag must be off
     Only for --a b. Only for a GPU.     as Needs, of a flag on which only speed, memory or a metric depends
 
@@ -28,7 +29,7 @@ from typing import Any
 
 from common.checkpoint.secrets import flags_of
 
-SENTENCE = re.compile(r"(?:^|(?<=[.:;)] ))(Needs|Not with|Only for) (.+?)\.(?= |$)")
+SENTENCE = re.compile(r"(?:^|(?<=[.:;)] ))(Needs|Above 0 needs|Not with|Only for) (.+?)\.(?= |$)")
 OFF = ("none", "disabled", "{}")
 DEVICES = {"a GPU": "cuda", "a CPU": "cpu"}
 
@@ -43,8 +44,8 @@ def check_effect(args: Any, device: str = "") -> list[str]:
     said = []
     for flag, sentences in conditions(args).items():
         if given[flag] != defaults[flag]:
-            unmet = [(kind, why) for kind, condition in sentences
-                     if (why := reason(kind, condition, flag, given, device))]
+            asked = [sentence for sentence in sentences if sentence[0] != "Above 0 needs" or given[flag] > 0]
+            unmet = [(kind, why) for kind, condition in asked if (why := reason(kind, condition, flag, given, device))]
             for kind, why in unmet[:1]:
                 if kind != "Only for":
                     raise ValueError(f"{named(flag, given[flag])} {why}")
@@ -105,7 +106,7 @@ def reason(kind: str, condition: str, flag: str, given: dict[str, Any], device: 
     if any(holds) == (kind != "Not with"):
         return ""
     if kind == "Only for":
-        return f"does nothing here: it is only for {condition}"
+        return f"is only for {condition}: the training is the same without it"
     with_others = "with " + " and ".join(named(*pair) for pair in values.items())
     if all(value in (None, "", []) for value in values.values()):
         with_others = f"without {' or '.join(values)}"
@@ -113,7 +114,8 @@ def reason(kind: str, condition: str, flag: str, given: dict[str, Any], device: 
         return f"does nothing {with_others}: leave one of them out"
     if not values:
         return f"does nothing in this script, as it needs {condition}: leave {flag} out"
-    return f"does nothing {with_others}: set {condition}, or leave {flag} out"
+    needed = condition if condition.startswith("--") else f"{flag.rpartition('.')[0]}.{condition}"
+    return f"does nothing {with_others}: set {needed}, or leave {flag} out"
 
 
 def is_met(value: Any, wanted: list[str]) -> bool:
