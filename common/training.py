@@ -286,7 +286,7 @@ class Training(Models):
         self.check_unfinished(step)
         self.is_finished = True
         for name, before in self.frozen.items():
-            if num_changes(self.models[name]) != before:
+            if name in self.models and num_changes(self.models[name]) != before:
                 raise RuntimeError(f"this script has changed the weights of {name}, which no checkpoint holds: load it "
                                    f"with run.load_average (float32, for an average over steps), or with "
                                    f"run.load_frozen(..., is_saved=True) (for copies of other weights)")

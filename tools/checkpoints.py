@@ -155,7 +155,7 @@ def export_checkpoint(source: Positional[str], out: Positional[Path], adapter: b
         adapters = dict(read_stored(folder, keys, described(folder, keys, None)))
         replace_hf(out, {}, (), peft_files(adapters, flags))
     else:
-        base = read_manifest(folder).get("outside", {}).get("policy") if has_adapters else None
+        base = read_checkpoint(folder).get("outside", {}).get("policy") if has_adapters else None
         if base and base != fingerprint(flags["--model"]):
             raise ValueError(f"{flags['--model']} does not hold the weights that {folder} was trained with, to which "
                              f"its adapters belong: put them back, or write the adapters alone with --adapter")
