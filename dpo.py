@@ -179,7 +179,7 @@ def main(args: Args) -> None:
             if not run.is_validated:
                 run.log_validation(validate(args, run, policy, val_rows, val_ref_logp))
         del reference
-        run.models.pop("reference", None)                               # its log-probs are enough, so its memory is free
+        run.models.pop("reference", None)                               # its log-probs are enough: free its memory
         for step in run.steps():
             # 1 data: pairs, chosen and rejected one after the other
             rows = run.next_rows(args.rows_per_step)

@@ -72,7 +72,7 @@ MISTAKES = {  # name -> (lines of the loop, what stands there instead, what the 
         START + TRAINED + FROZEN + DESCRIBE, DESCRIBE + START + TRAINED + FROZEN,
         r"call run.start_engine\(.*\) .* first"),
     "load_frozen after resume": (
-        FROZEN, "    run.resume()\n" + FROZEN, r"models must be loaded before run.resume\(\) and before the loop over run.steps"),
+        FROZEN, "    run.resume()\n" + FROZEN, r"models must be loaded before run.resume\(\) and before the loop"),
     "load_policy in the steps": (STEPS, STEPS + "    " + TRAINED.replace('"policy"', '"second"'),
         r"models must be loaded before run.resume\(\)"),
     "meter before steps": (STEPS, "    run.meter\n" + STEPS,

@@ -13,6 +13,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import rm
 from common.batch import Batch
+from common.checkpoint.own import MARK
 from common.dataset.conversations import ConversationConfig, RowParser, load_conversations
 from common.model.policy import ModelConfig
 from common.model.reward_model import RewardModel, RewardModelConfig
@@ -225,7 +226,8 @@ def test_a_checkpoint_becomes_the_model_that_the_run_wrote(name, runs, tmp_path)
     for key, tensor in want.items():
         assert found[key].dtype == tensor.dtype and torch.equal(found[key], tensor), key
     for file in (runs / name / "model").iterdir():
-        assert file.name == "model.safetensors" or (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
+        if file.name != MARK:                                               # it has the weights' checksum
+            assert file.name == "model.safetensors" or (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
     _, info = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"))
 
