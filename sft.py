@@ -23,6 +23,7 @@ from common.dataset.conversations import (
     Piece,
     RowParser,
     check_supervised,
+    check_turns,
     load_conversations,
     pieces_of,
 )
@@ -79,6 +80,7 @@ def parse(row: dict[str, Any], tokenizer: Any, template: dict[str, Any] | None) 
     prompt, response = parse_messages(row["prompt"], "prompt"), row["response"]
     is_text = isinstance(response, str)
     answer = [{"role": "assistant", "content": response}] if is_text else parse_messages(response, "response")
+    check_turns(prompt, answer)
     return [pieces_of([*prompt, *answer], len(prompt), tokenizer, template)]
 
 

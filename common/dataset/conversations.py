@@ -173,11 +173,20 @@ def encode_after(tokens: list[int], text: str, tokenizer) -> list[int]:
     return both[len(first) :] if both[: len(first)] == first else encode_text(text)
 
 
+def check_turns(prompt: list[dict[str, Any]], answer: list[dict[str, Any]]) -> None:
+    """Raise ValueError for a prompt that ends with the beginning of an answer: it would be a turn of its own."""
+    if prompt and prompt[-1]["role"] == "assistant" and answer[: len(prompt)] != prompt:
+        raise ValueError("the prompt ends with a message of the assistant, and the answer would be a turn after it: "
+                         "write both as one message")
+
+
 def parse_pair(row: dict[str, Any]) -> list[list[dict[str, Any]]]:
     """The chosen and the rejected conversation of a preference row, each with the messages of its `prompt`. Raises
     ValueError for a bad row."""
     prompt = [] if row.get("prompt") is None else parse_messages(row["prompt"], "prompt")
     pair = [parse_messages(row.get(name), name, "assistant") for name in ("chosen", "rejected")]
+    check_turns(prompt, pair[0])
+    check_turns(prompt, pair[1])
     return [messages if messages[: len(prompt)] == prompt else [*prompt, *messages] for messages in pair]
 
 

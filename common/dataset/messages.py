@@ -3,9 +3,37 @@
 Messages come as lists of {role, content}, or as one text. The chat template sees what this file returns.
 """
 
+from datetime import date, time, timedelta
+from decimal import Decimal
 from typing import Any
+from uuid import UUID
 
 from common.prompts import DataConfig, Prompt
+from envs.runtime.template import object_of
+
+
+def as_written(value: Any, column: str = "") -> Any:
+    """A value of a row as somebody wrote it, whatever the file's format. In parquet all rows have the keys of all, so
+    a key without a value is dropped, at any depth; in JSON lines, too. Some writers store text as bytes. Raises
+    ValueError for bytes that are no UTF-8."""
+    if isinstance(value, dict):
+        return {key: as_written(inner, column) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        return [as_written(inner, column) for inner in value]
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            raise ValueError(f"the column {column} has bytes that are no UTF-8 text: {value[:40]!r}; write it without "
+                             f"that column") from None
+    return value
+
+
+def as_text(value: Any) -> str:
+    """What JSON does not have: decimals and times as text. Raises ValueError for another type."""
+    if isinstance(value, date | time | timedelta | Decimal | UUID):
+        return str(value)
+    raise ValueError(f"it has a {type(value).__name__}, {value!r:.80}; write it as a text or a number")
 
 
 def parse_row(row: dict[str, Any], config: DataConfig) -> Prompt:
@@ -30,12 +58,21 @@ def parse_messages(prompt: Any, column: str, role: str = "user") -> list[dict[st
     messages = [{"role": role, "content": prompt}] if isinstance(prompt, str) else prompt
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise ValueError(f"{column} is {prompt!r:.80}; it must name a column of strings or lists of {{role, content}}")
-    # parquet gives every message the keys of all; templates ask whether a key is there
+    # templates ask whether a key is there
     messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    # a message of calls alone has no content in OpenAI's form, and templates add texts to it
+    messages = [{"content": ""} | message if message.get("tool_calls") else message for message in messages]
     for message in messages:
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
                 raise ValueError(f"{column} has a message whose {key} is {message.get(key)!r:.80}; it must be a string")
-    if not messages or not messages[-1]["content"].strip():
+        calls = message.get("tool_calls") or []
+        for call in calls if isinstance(calls, list) else [calls]:
+            function = call.get("function", call) if isinstance(call, dict) else None
+            is_call = isinstance(function, dict) and isinstance(function.get("name"), str) and isinstance(calls, list)
+            if not is_call or not isinstance(object_of(function.get("arguments")), dict):
+                raise ValueError(f"{column} has a call {call!r:.120}; calls are a list, each must have a name, and "
+                                 f"arguments that are an object or JSON text of one")
+    if not messages or not (messages[-1]["content"].strip() or messages[-1].get("tool_calls")):
         raise ValueError(f"{column} is empty; there must be at least one message, and text in the last")
     return messages

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from common.dataset.images import Images, embedding_size, encode_prompt, family_of, inputs_of
 from common.dataset.loaded import Loaded
-from common.dataset.messages import parse_row
+from common.dataset.messages import as_text, as_written, parse_row
 from common.model.vision import FAMILIES
 from common.parallel.exchange import deliver
 from common.parallel.ranks import check_at_least, together
@@ -41,6 +41,7 @@ from rewards.runtime.cleaner import own_folder
 
 PARQUET = (".parquet", ".pq")
 SUFFIXES = (*PARQUET, ".jsonl", ".ndjson", ".json")
+PICTURES = ("images", "videos")  # columns of files, not of texts
 BATCH_ROWS = 512  # read and stored together
 BATCH_BYTES = 2**28  # of rows with images: less than BATCH_ROWS are read and stored together. Arrow's limit is 2**31
 SCHEMA = pa.schema({"tokens": pa.list_(pa.int32()), "row": pa.large_string(), "images": pa.list_(pa.binary())})
@@ -127,6 +128,15 @@ def render(messages: list[dict[str, str]], tokenizer, template: dict[str, Any] |
     return rendered(tokenizer, messages, add_generation_prompt=is_prompt, **template)
 
 
+def render_prompt(messages: list[dict[str, str]], tokenizer, template: dict[str, Any] | None) -> str:
+    """The text of a prompt. A last message of the assistant is the beginning of the response, and goes on."""
+    if messages[-1]["role"] != "assistant" or template is None:
+        return render(messages, tokenizer, template)
+    if messages[-1].get("tool_calls"):
+        raise ValueError("the prompt ends with calls of the assistant: the tools' results must follow")
+    return render(messages, tokenizer, template | {"continue_final_message": True}, is_prompt=False)
+
+
 def load_prompts(files: Sequence[str], tokenizer, config: DataConfig, all_columns: bool = False) -> PromptSet:
     """Read and tokenise `files` (parquet or JSON lines; files, folders, globs). Raises ValueError, naming file, row,
     rule and flag, for files that cannot be read, for bad rows (unless skipped), and if no row is left. `all_columns`:
@@ -144,7 +154,9 @@ def load_prompts(files: Sequence[str], tokenizer, config: DataConfig, all_column
 
     def encode_row(row: dict[str, Any], loaded: Loaded) -> list[dict[str, Any]]:
         prompt = parse_row(row, config)
-        text, images = render(prompt.messages, tokenizer, template), row.pop("images")
+        text, images = render_prompt(prompt.messages, tokenizer, template), row.pop("images")
+        if all_columns and prompt.messages[-1]["role"] == "assistant":
+            raise ValueError("the prompt ends with a message of the assistant, which an episode cannot continue")
         loaded.note_special(text, tokenizer, is_plain=template is None)
         # without some of its tokens, an image is none
         is_cut = config.on_long_prompt == "truncate-left" and not images
@@ -165,7 +177,7 @@ def load_prompts(files: Sequence[str], tokenizer, config: DataConfig, all_column
             loaded.num_truncated += 1
         loaded.data_sources.add(prompt.data_source)
         loaded.num_without_truth += prompt.ground_truth == ""
-        return [encoded | {"row": json.dumps(row, default=str)}]
+        return [encoded | {"row": json.dumps(row, default=as_text)}]
 
     named = "prompt", "data_source", "reward_model", "ground_truth", "extra_info"
     columns = {name: vars(config)[f"{name}_column"] for name in named}
@@ -223,6 +235,8 @@ def store_rows(path: str, files: Sequence[str], form: RowFormat) -> Loaded:
                     found = row_of(row)
                     renamed = {ours: found[name] for ours, name in columns.items() if name in found}
                     found = flatten_contents((found if form.all_columns else {}) | renamed)
+                    found = {name: value if name in PICTURES else as_written(value, name)
+                             for name, value in found.items()}
                     if found.get("videos") or (found["images"] and "images" not in form.schema.names):
                         raise ValueError("images or videos is not empty; nothing here reads videos, and images do not "
                                          "go with sft.py and dpo.py")

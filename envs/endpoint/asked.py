@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from envs.pictures import content_of, is_picture
+from envs.runtime.template import object_of
 
 Message = dict[str, Any]
 Key = tuple
@@ -80,12 +81,7 @@ def key_of(message: Message) -> Key:
 
 def call_of(call: dict[str, str]) -> dict[str, Any]:
     """A call of a tool, {"id", "name", "arguments": JSON text}, as a part of a message."""
-    arguments = call["arguments"]
-    try:
-        found = json.loads(arguments)
-    except (json.JSONDecodeError, RecursionError):
-        found = None
-    function = {"name": call["name"], "arguments": found if isinstance(found, dict) else arguments}
+    function = {"name": call["name"], "arguments": object_of(call["arguments"])}
     return {"id": call["id"], "type": "function", "function": function}
 
 

@@ -8,6 +8,7 @@ this file.
 
 import copy
 import itertools
+import json
 import re
 import secrets
 from collections.abc import Collection, Sequence
@@ -45,6 +46,7 @@ def rendered(tokenizer: Any, messages: Sequence[dict[str, Any]], what: str = "it
     """The text of messages, guarded, through the tokenizer's chat template or that in `arguments`. Raises ValueError
     for messages that the template refuses or fails on; `what`: how its text calls them."""
     special = special_tokens(tokenizer)
+    messages = [with_arguments(message, tokenizer, arguments.get("chat_template")) for message in messages]
     arguments = {"strftime_now": Clock.strftime, "tokenize": False} | arguments
     try:
         return tokenizer.apply_chat_template(
@@ -55,6 +57,57 @@ def rendered(tokenizer: Any, messages: Sequence[dict[str, Any]], what: str = "it
     except TEMPLATE_ERRORS as error:
         raise ValueError(f"the chat template fails on {what} ({type(error).__name__}: {error}); "
                          f"--data.chat-template-file FILE names another") from None
+
+
+def with_arguments(message: dict[str, Any], tokenizer: Any, source: str | None) -> dict[str, Any]:
+    """The message with its calls' arguments in the form that the chat template takes. They come as an object or, in
+    OpenAI's form, as JSON text; most templates write an object as JSON themselves, and a text a second time, so vLLM's
+    server parses it. Some put a text in as it is. What a model wrote and is no JSON object stays a text."""
+    if not message.get("tool_calls"):
+        return message
+    is_text, no_content = form_of_calls(tokenizer, source)
+    calls = []
+    for call in message["tool_calls"]:
+        function = call.get("function", call)
+        given = function.get("arguments")
+        if is_text:
+            given = given if isinstance(given, str) else json.dumps(given or {}, ensure_ascii=False)
+        else:
+            given = object_of(given)
+        new = {**function, "arguments": given}
+        calls.append({**call, "function": new} if "function" in call else new)
+    return message | {"tool_calls": calls, "content": message.get("content") or no_content}
+
+
+def object_of(arguments: Any) -> Any:
+    """The arguments of a call as an object, if they are one or JSON text of one. None: there are none."""
+    try:
+        found = json.loads(arguments) if isinstance(arguments, str) and arguments.strip() else arguments or {}
+    except (json.JSONDecodeError, RecursionError):
+        return arguments
+    return found if isinstance(found, dict) else arguments
+
+
+@lru_cache(maxsize=64)
+def form_of_calls(tokenizer: Any, source: str | None) -> tuple[bool, str | None]:
+    """Whether the chat template puts the arguments of a call in as text (an object fails there, or becomes Python's
+    form of it, with other quotes), and which content a message of calls alone has: some look for calls only beside
+    None."""
+    def text_with(arguments: Any, content: str | None) -> str:
+        call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": content, "tool_calls": [call]}]
+        try:
+            return tokenizer.apply_chat_template(talk, tokenize=False, strftime_now=Clock.strftime,
+                                                 **({"chat_template": source} if source else {}))
+        except TEMPLATE_ERRORS:
+            return ""
+
+    for content in ("", None):
+        of_object, of_text = text_with({"k9": 1}, content), text_with('{"k9": 1}', content)
+        if "k9" in of_object + of_text:
+            is_text = "'k9'" in of_object or ("k9" not in of_object and '{"k9": 1}' in of_text)
+            return is_text, content
+    return False, ""
 
 
 class SpecialTokens:

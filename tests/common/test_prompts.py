@@ -105,7 +105,7 @@ def test_what_json_has_no_type_for_becomes_text(tokenizer, tmp_path):
     """And in JSON lines everything is what it says: numbers of any size, text that looks like a date, other fields."""
     info = {"made": datetime(2020, 1, 2), "price": Decimal("1.50"), "image": b"\0", "seconds": 0.1, "big": 2**62}
     (prompt,) = load_prompts([write(tmp_path / "a.parquet", [row(extra_info=info)])], tokenizer, DataConfig())
-    assert prompt.extra_info == info | {"made": "2020-01-02 00:00:00", "price": "1.50", "image": r"b'\x00'"}
+    assert prompt.extra_info == info | {"made": "2020-01-02 00:00:00", "price": "1.50", "image": "\0"}
     rows = [row(truth="2020-01-02"), row(truth=10**30, more=[1, "a"]), row(truth=["4", 5])]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     prompts = load_prompts([str(tmp_path / "a.jsonl")], tokenizer, DataConfig(), all_columns=True)
@@ -115,7 +115,7 @@ def test_what_json_has_no_type_for_becomes_text(tokenizer, tmp_path):
 
 def test_keys_that_only_parquet_adds_are_left_out(tokenizer, tmp_path):
     """Its structs give all messages the same keys, and templates ask `'tool_calls' in message`."""
-    messages = [{"role": "user", "content": "x"}, {"role": "user", "content": "y", "tool_calls": "z"}]
+    messages = [{"role": "user", "content": "x"}, {"role": "user", "content": "y", "name": "z"}]
     assert load_prompts([write(tmp_path / "a.parquet", [row(prompt=messages)])], tokenizer, DataConfig())[0].messages \
         == messages
 

@@ -64,7 +64,8 @@ def test_verls_files_train_for_two_steps(tiny_llama, tmp_path):
     skipped = json.loads((tmp_path / "run/skipped_train.jsonl").read_text())
     assert skipped["row"] == 2 and "must have a ground_truth" in skipped["rule"]
     assert not (tmp_path / "run/skipped_val.jsonl").exists()
-    calls = [json.loads(line) for line in (tmp_path / "calls.jsonl").read_text().splitlines()]
+    trial, *calls = [json.loads(line) for line in (tmp_path / "calls.jsonl").read_text().splitlines()]
+    assert trial[0] == "train"                                                  # before a model was loaded
     train = [call for call in calls if call[0] == "train"]
     assert len(train) == 2 * 4 * 3 and len(calls) == 2 * 4 * 3 + 2 * 2          # two validations of two problems
     assert sorted({(index, truth) for _, index, truth, _ in train}) == [(i, str(2 * i + 2)) for i in range(4)]

@@ -3,6 +3,7 @@ goes wrong."""
 
 import re
 
+import jinja2
 import pytest
 
 from envs.runtime.conversation import Conversation
@@ -88,7 +89,12 @@ def test_no_message_writes_a_special_token(name):
     is its letters: there are as many special tokens as with a word in its place, and the text is the same."""
     tokenizer = make_tokenizer(sources()[name])
     special = special_tokens(tokenizer)
-    expected = tokenizer.apply_chat_template(TALK, return_dict=False, add_generation_prompt=True)
+    try:
+        expected = tokenizer.apply_chat_template(TALK, return_dict=False, add_generation_prompt=True)
+    except jinja2.TemplateError:                                        # one that takes lists of parts alone
+        with pytest.raises(ValueError, match="the chat template refuses it"):
+            rendered(tokenizer, TALK, add_generation_prompt=True)
+        return
     assert special.encode(rendered(tokenizer, TALK, add_generation_prompt=True)) == expected
     count = {}
     for text in ("WORD", *special.tokens):
