@@ -41,7 +41,7 @@ class DataConfig(TemplateConfig):
     data_source: str = ""
     """Name that selects the reward of all rows, for files without a data_source column."""
     extra_info_column: str = "extra_info"
-    """Column (may be absent) that the reward function gets unchanged."""
+    """Column (may be absent) that the reward function gets, without keys whose value is null."""
 
 
 @dataclass

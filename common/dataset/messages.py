@@ -53,6 +53,13 @@ def parse_row(row: dict[str, Any], config: DataConfig) -> Prompt:
     return Prompt([], data_source, truth["ground_truth"], extra_info or {}, messages, row)
 
 
+def with_response(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
+    """The conversation with a response; it continues a last message of the assistant."""
+    if messages[-1]["role"] == "assistant":
+        return [*messages[:-1], messages[-1] | {"content": messages[-1]["content"] + text}]
+    return [*messages, {"role": "assistant", "content": text}]
+
+
 def parse_messages(prompt: Any, column: str, role: str = "user") -> list[dict[str, str]]:
     """The chat messages of a prompt, which may be one message of `role` as a string."""
     messages = [{"role": role, "content": prompt}] if isinstance(prompt, str) else prompt

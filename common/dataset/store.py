@@ -310,7 +310,7 @@ def read_rows(file: str, names: Collection[str]) -> Iterator[bytes | pa.StructSc
 def row_of(found: bytes | pa.StructScalar) -> dict[str, Any]:
     """A row of `read_rows` as Python values. Raises ValueError if it is not text or not a JSON object."""
     if isinstance(found, pa.StructScalar):
-        return found.as_py()
+        return found.as_py(maps_as_pydicts="strict")
     try:
         row = {**json.loads(found)}  # TypeError: it is no object
         json.dumps(row, ensure_ascii=False).encode()  # fails for a lone surrogate (\ud800), which is no text

@@ -54,6 +54,9 @@ def answer_of(run: Any, number: int, row: int, key: str) -> Sample:
     where a response would be, at --rollout.max-response-length: memory is planned for no more."""
     prompt = run.train_set[row]
     text = prompt.extra_info[key]
+    if prompt.messages[-1]["role"] == "assistant":
+        raise ValueError(f"row {row} of --train-data: the prompt ends with a message of the assistant, and the data's "
+                         f"answer would be a turn after it: write it without that message, and the answer whole")
     template = template_arguments(run.tokenizer, run.args.data)
     messages = [*prompt.messages, {"role": "assistant", "content": text}]
     pieces = pieces_of(messages, len(prompt.messages), run.tokenizer, template)

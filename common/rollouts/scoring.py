@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from common.dataset.messages import with_response
 from common.dataset.store import PromptSet
 from common.engine.base import Engine, Request, RolloutConfig
 from common.engine.remote import Bridge, RemoteEngine
@@ -174,8 +175,7 @@ class PendingRollout:
         0."""
         model, on_error = self.scoring.model, self.scoring.config.on_error
         judged = model.score([
-            sample.response.messages or [*sample.prompt.messages, {"role": "assistant", "content": sample.text}]
-            for sample in mine
+            sample.response.messages or with_response(sample.prompt.messages, sample.text) for sample in mine
         ])
         meter.mean("reward/model", torch.tensor([x for x in judged if math.isfinite(x)], dtype=torch.float64))
         for i in [i for i, failure in enumerate(scores.failures) if failure is None]:

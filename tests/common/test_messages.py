@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 import sft
 from common.dataset.conversations import RowParser, load_conversations, parse_pair
-from common.dataset.messages import as_text, as_written, parse_messages
+from common.dataset.messages import as_text, as_written, parse_messages, with_response
 from common.dataset.store import load_prompts
 from common.prompts import DataConfig
 from envs.endpoint.asked import call_of
@@ -75,6 +75,16 @@ def test_a_conversation_is_the_same_from_parquet_and_json_lines(tokenizer, tmp_p
     ours, theirs = ([row.as_py() for row in data.tokens] for data in loaded)
     assert ours == theirs and len({*map(tuple, ours)}) == 3
     assert '{"e": [null, 1]}' in tokenizer.decode(ours[2])                     # of a list, a null is a value
+
+
+def test_a_map_of_parquet_is_an_object(tokenizer, tmp_path):
+    """As Spark and DuckDB write objects with any keys."""
+    kind = pa.map_(pa.string(), pa.struct({"a": pa.int64(), "b": pa.binary()}))
+    info = pa.array([[("k", {"a": 1, "b": None}), ("l", {"a": None, "b": b"x"})]], kind)
+    pq.write_table(pa.table({"prompt": ["q"], "data_source": ["x"], "gt": ["1"], "extra_info": info}),
+                   tmp_path / "m.parquet")
+    (prompt,) = load_prompts([str(tmp_path / "m.parquet")], tokenizer, DataConfig(ground_truth_column="gt"))
+    assert prompt.extra_info == {"k": {"a": 1}, "l": {"b": "x"}}
 
 
 def test_pairs_are_the_same_from_parquet_and_json_lines():
@@ -183,7 +193,7 @@ def test_an_episode_and_a_row_have_the_same_call(arguments, tokenizer):
 @pytest.mark.parametrize("calls", [5, True, "text", [{"function": "f"}], [{"function": ["f"]}], [{"name": 3}], ["f"],
                                    {"name": "f"}, [{"name": "f", "arguments": "[1]"}]])
 def test_what_is_no_call_is_a_bad_row(calls):
-    with pytest.raises(ValueError, match="messages has a call .*; calls are a list, each must have a name"):
+    with pytest.raises(ValueError, match=r"messages has a call .*; calls are a list, each must have a name"):
         parse_messages([{"role": "assistant", "content": "x", "tool_calls": calls}], "messages")
 
 
@@ -235,6 +245,12 @@ def test_every_template_goes_on_as_transformers_does(path, tokenizer, tmp_path):
             prompt_of(talks, tokenizer, tmp_path, chat_template_file=str(path))
         return
     assert prompt_of(talks, tokenizer, tmp_path, chat_template_file=str(path)).endswith(want[-20:])
+
+
+def test_a_reward_model_reads_one_turn():
+    talks = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "So"}]
+    assert with_response(talks, " far") == [talks[0], {"role": "assistant", "content": "So far"}]
+    assert with_response(talks[:1], "far") == [talks[0], {"role": "assistant", "content": "far"}]
 
 
 def test_what_cannot_go_on_is_refused(tokenizer, tmp_path):
