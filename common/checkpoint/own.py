@@ -78,6 +78,8 @@ def check_run_folder(args: Any) -> None:
     if (run_dir / LOCK).exists():
         if not HOLDER.fullmatch(read_regular(run_dir / LOCK, 10_000)):
             raise ValueError(f"--run-dir {run_dir}: {LOCK} is not of a run: choose another --run-dir")
+    elif any(read_checkpoint(path.parent) for path in run_dir.glob(f"checkpoints/step_*/{MANIFEST}")):
+        pass  # a run's folder that was copied without its hidden files
     elif found := [path.name for path in sorted(run_dir.glob("*")) if OF_A_RUN.fullmatch(path.name)]:
         raise ValueError(f"--run-dir {run_dir} has {found[0]}, which a run would overwrite, and no {LOCK}, which every "
                          f"run writes first: choose another --run-dir; if a run made it, `touch {run_dir / LOCK}`")

@@ -167,8 +167,10 @@ def test_a_run_stopped_in_its_last_validation_makes_up_for_it(flags, start, in_o
     unvalidated = shutil.copytree(run, tmp_path / "unvalidated")
     assert start(log, "none", "grpo.py", *flags) == 0, log.read_text()[-6000:]
     assert_same_run(run, in_one_go)
-    where = flags.index("--val-data")                       # nothing is validated now: it is logged all the same
-    flags = [*flags[:where], *flags[where + 2 :], "--run-dir", unvalidated]
+    for name in ("--val-data", "--eval-n"):                 # nothing is validated now: it is logged all the same
+        where = flags.index(name)
+        flags = [*flags[:where], *flags[where + 2 :]]
+    flags = [*flags, "--run-dir", unvalidated]
     assert start(log, "none", "grpo.py", *flags) == 0, log.read_text()[-6000:]
     assert [row["step"] for row in metrics(unvalidated)] == list(range(TOTAL + 1))
 

@@ -125,10 +125,11 @@ def folders(tiny_llama, small_train, reward_model, tmp_path_factory) -> dict[int
     """ranks -> a folder with a run folder for each variant."""
     found = {ranks: tmp_path_factory.mktemp(f"ranks{ranks}") for ranks in (1, 2)}
     for ranks, folder in found.items():
-        own = ["--model", tiny_llama, "--train-data", small_train, *BASE]
+        own = ["--model", tiny_llama, "--train-data", small_train]
         values = {"RM": reward_model, "RANKS": str(ranks)}
         launch_all(folder, {
-            name: [name.split()[0], *(values.get(flag, flag) for flag in own + flags)]
+            name: [name.split()[0], *(values.get(flag, flag) for flag in [
+                *own, *(BASE[:-2] if "--reward-model.alone" in flags else BASE), *flags])]
             for name, flags in VARIANTS.items() if ranks == 1 or name in ON_TWO_RANKS
         }, ranks)
     return found
