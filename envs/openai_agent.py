@@ -8,8 +8,11 @@ returns what an episode returns. Or AGENT is the command line of a program: the 
 last line that the program prints is its result as JSON. AGENT=row takes the command line of each row's
 `extra_info.agent`; then rows are code, and must be trusted like it.
 
-OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY name the episode's own server
-(envs/endpoint/server.py) while the agent runs: a client that is made without arguments asks the model that is trained.
+OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and those of Azure name the episode's own server
+(envs/endpoint/server.py) while the agent runs, and stand for it while its file is imported (envs/endpoint/clients.py):
+a client that is made without an address asks the model that is trained. OpenAI's and Anthropic's clients of other
+servers are refused, unless AGENT_OUTSIDE="HOST ..." names them; the values that the variables had before are in
+OUTSIDE_OPENAI_API_KEY, OUTSIDE_OPENAI_BASE_URL and so on.
 Its name is `policy`; AGENT_MODELS="gpt-4o gpt-4o-mini=critic" adds the names that an agent has in its code, each with
 the role of what is sampled under it. A request for `policy:critic` has the role critic, too.
 
@@ -31,6 +34,7 @@ from typing import Any
 from rewards import load_function
 
 try:
+    from envs.endpoint.clients import Placeholder
     from envs.endpoint.server import Endpoint
 except ModuleNotFoundError as error:
     raise ValueError(f"--rollout.episode envs/openai_agent.py needs a package: pip install {error.name}") from None
@@ -81,40 +85,31 @@ def find_models(names: str) -> dict[str, str]:
     return {"policy": ""} | {name: role for name, _, role in pairs}
 
 
-SOLVE, COMMAND = find_agent(os.environ.get("AGENT", ""))
-if SOLVE is not None:
-    load_clients()
+AGENT = os.environ.get("AGENT", "")
+PLACEHOLDER = Placeholder(f"{FLAG}: AGENT {AGENT}", os.environ.get("AGENT_OUTSIDE", ""))
+with PLACEHOLDER.imports():
+    SOLVE, COMMAND = find_agent(AGENT)
+    if SOLVE is not None:
+        load_clients()
 MODELS = find_models(os.environ.get("AGENT_MODELS", ""))
 KEEPS_TEMPERATURE = os.environ.get("AGENT_TEMPERATURE") == "1"
 
 
 async def episode(chat, row):
     """The agent's result, and beside its score the numbers of requests (envs/endpoint/server.py, COUNTS)."""
-    async with Endpoint(chat, MODELS, KEEPS_TEMPERATURE) as endpoint:
-        result = await endpoint.run(run_agent(client_variables(endpoint), row))
+    async with Endpoint(chat, MODELS, KEEPS_TEMPERATURE, PLACEHOLDER.key) as endpoint:
+        PLACEHOLDER.leads_to(endpoint.url, endpoint.token)
+        result = await endpoint.run(run_agent(row))
     if not endpoint.counts["requests"]:
-        raise RuntimeError("the agent ended without a request to the model: it must make its client while it runs, not "
-                           "as its file is imported, and take its address from OPENAI_BASE_URL or ANTHROPIC_BASE_URL")
+        raise RuntimeError("the agent ended without a request to the model: its client must take its address from "
+                           "OPENAI_BASE_URL or ANTHROPIC_BASE_URL")
     if isinstance(result, str):
         return result
     values = dict(result) if isinstance(result, Mapping) else {"score": result}
     return values | {f"endpoint/{name}": float(count) for name, count in endpoint.counts.items()}
 
 
-def client_variables(endpoint: Endpoint) -> dict[str, str]:
-    """The environment variables that clients read."""
-    hosts = ",".join(filter(None, [os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), "127.0.0.1"]))
-    url = f"{endpoint.url}/v1"
-    return {
-        "OPENAI_BASE_URL": url, "OPENAI_API_BASE": url, "OPENAI_API_KEY": endpoint.token,
-        "ANTHROPIC_BASE_URL": endpoint.url, "ANTHROPIC_API_KEY": endpoint.token,
-        "NO_PROXY": hosts, "no_proxy": hosts,
-    }
-
-
-async def run_agent(variables: dict[str, str], row: dict[str, Any]) -> Any:
-    os.environ.pop("ANTHROPIC_AUTH_TOKEN", None)  # Anthropic's client would send it beside the key
-    os.environ.update(variables)  # of this episode's process alone
+async def run_agent(row: dict[str, Any]) -> Any:
     if SOLVE is None:
         return await run_program(COMMAND or command_of(row), row)
     if inspect.iscoroutinefunction(SOLVE):

@@ -136,7 +136,8 @@ def load_function(spec: str, flag: str, default_name: str) -> Callable:
     file, _, name = spec.rpartition(":") if ":" in spec else (spec, "", default_name)
     path = Path(file).resolve()
     if path.suffix != ".py" or not path.is_file():
-        raise ValueError(f"{flag} {spec}: {path} is not a Python file; the form is path/to/file.py:name")
+        what = "is not a Python file" if path.exists() else "does not exist"
+        raise ValueError(f"{flag} {spec}: {path} {what}; the form is path/to/file.py:name")
     package = Path(__file__).resolve().parent
     if path.parent in (package, package.parent / "envs"):  # one of ours
         module = importlib.import_module(f"{path.parent.name}.{path.stem}")

@@ -15,6 +15,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -26,6 +27,7 @@ from envs.endpoint.asked import Answer, ApiError, Asked, Key, Message, key_of, r
 FORMS: dict[str, ModuleType] = {
     "/v1/chat/completions": chat_completions, "/v1/responses": responses, "/v1/messages": anthropic_messages,
 }
+AZURE_PLACES = ("/openai{}", "/openai/v1{}", "/openai/deployments/{{deployment}}{}")
 MAX_BODY = 2**26  # bytes of a request, which has all pictures of its conversation
 COUNTS = {
     "requests": "all of them",
@@ -66,14 +68,15 @@ class Exchange:
 class Endpoint:
     """`async with Endpoint(chat, models) as endpoint`: serves the model of `chat` while the block runs."""
 
-    def __init__(self, chat: Any, models: Mapping[str, str], keeps_temperature: bool = False):
+    def __init__(self, chat: Any, models: Mapping[str, str], keeps_temperature: bool = False, key: str = ""):
         """`models`: names under which clients may ask for the model -> the role of what is then sampled.
         `keeps_temperature`: sample with the temperature that a request asks for; what is sampled with another one than
-        the run's is not trained."""
+        the run's is not trained. `key`: one that is taken beside the episode's own."""
         self.chat = chat
         self.models = models
         self.keeps_temperature = keeps_temperature
         self.token = secrets.token_urlsafe(32)
+        self.keys = [known.encode() for known in (self.token, key) if known]
         self.counts = dict.fromkeys(COUNTS, 0)
         self.has_ended = False
         self.failure: asyncio.Future = asyncio.get_running_loop().create_future()
@@ -83,8 +86,9 @@ class Endpoint:
 
     async def __aenter__(self) -> "Endpoint":
         app = web.Application(client_max_size=MAX_BODY, middlewares=[self.guard])
-        for path in FORMS:
-            app.router.add_post(path, self.serve)
+        for path, form in FORMS.items():
+            for place in (path, *AZURE_PLACES):
+                app.router.add_post(place.format(path.removeprefix("/v1")), partial(self.serve, form))
         app.router.add_get("/v1/models", self.list_models)
         app.router.add_get("/v1/models/{name}", self.show_model)
         self.runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=0.1)
@@ -131,14 +135,14 @@ class Endpoint:
 
     def check_token(self, request: web.Request) -> None:
         bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        given = request.headers.get("x-api-key") or bearer
-        if not hmac.compare_digest(given.encode(), self.token.encode()):
+        given = request.headers.get("x-api-key") or request.headers.get("api-key") or bearer
+        sent = given.encode(errors="surrogateescape")  # a header may be no UTF-8
+        if not any(hmac.compare_digest(sent, key) for key in self.keys):
             raise ApiError("the API key is not this episode's: OPENAI_API_KEY or ANTHROPIC_API_KEY has it", 401,
                            "invalid_api_key")
 
-    async def serve(self, request: web.Request) -> web.StreamResponse:
+    async def serve(self, form: ModuleType, request: web.Request) -> web.StreamResponse:
         """One request for a reply."""
-        form = FORMS[request.path]
         body = await request.read()
         try:
             asked = form.read(as_object(body), self.said)

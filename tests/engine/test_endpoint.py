@@ -171,7 +171,7 @@ def test_programs_that_rows_name(run, tokenizer, monkeypatch, caplog, tmp_path):
 
 @pytest.mark.parametrize(("agent", "message"), [
     ("", "names no agent"), ("no_such_program x", "there is no program no_such_program"),
-    ("missing.py:solve", "is not a Python file"), ("AGENTS/sdk_agent.py:other", "no function other"),
+    ("missing.py:solve", "does not exist"), ("AGENTS/sdk_agent.py:other", "no function other"),
     ("FOLDER/two.py", "is called with one argument, the row"),
 ])
 def test_mistakes_in_the_variable(run, tokenizer, monkeypatch, tmp_path, agent, message):

@@ -346,7 +346,7 @@ def test_one_sequence_has_the_gradient_of_one_sample_per_turn(played, policy):
 @pytest.mark.parametrize(("flags", "message"), [
     ({"episode": f"{FILE}:plain"}, "plain is a plain `def`; .*\n    async def plain"),
     ({"episode": f"{FILE}:missing"}, r"no function missing in .*; it has .*endless"),
-    ({"episode": "nowhere.py:episode"}, r"--rollout\.episode nowhere\.py:episode: .* is not a Python file"),
+    ({"episode": "nowhere.py:episode"}, r"--rollout\.episode nowhere\.py:episode: .* does not exist"),
     ({"episodes_at_once": 10**9}, r"--rollout\.episodes-at-once 1000000000 needs an open file each, .*ulimit -n"),
     ({"max_turns": 0}, r"--rollout\.max-turns 0 must be at least 1"),
     *[({"tool_timeout_s": seconds}, re.escape(f"--rollout.tool-timeout-s {seconds:g} must be above 0 and at most 1e9"))

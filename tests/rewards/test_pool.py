@@ -35,7 +35,7 @@ def test_load_reward_takes_a_file_and_its_neighbours(tmp_path):
     assert load_reward(f"{tmp_path}/mine.py:other")() == 42
     with pytest.raises(ValueError, match=r"no function missing in .*it has compute_score, other"):
         load_reward(f"{tmp_path}/mine.py:missing")
-    with pytest.raises(ValueError, match="is not a Python file"):
+    with pytest.raises(ValueError, match="does not exist"):
         load_reward(f"{tmp_path}/absent.py:f")
 
 

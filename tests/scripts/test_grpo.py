@@ -233,7 +233,7 @@ def test_soft_overlong_piecewise():
         (("--train-data", "no/such.parquet"), r"no/such.parquet"),
         (("--model", "no/such/folder"), r"no/such/folder"),
         (("--data.max-prompt-length", "20"), r"none of 32 rows is left.*--data.max-prompt-length 20"),
-        (("--reward.function", "nowhere.py:f"), r"--reward.function nowhere.py:f: .* is not a Python file"),
+        (("--reward.function", "nowhere.py:f"), r"--reward.function nowhere.py:f: .* does not exist"),
         (("--reward-model.path", "MODEL"), r"must be a \*ForSequenceClassification: choose another --reward-"),
     ],
 )
