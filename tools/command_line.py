@@ -275,10 +275,9 @@ def check_function(spec: str, flag: str, default_name: str) -> None:
     file, _, name = spec.rpartition(":") if ":" in spec else (spec, "", default_name)
     path = Path(file).resolve()
     if not path.is_file() and (path.suffix == ".py" or ":" in spec):
-        raise ValueError(f"{flag} {spec}: there is no file {path}")
+        raise ValueError(f"{flag} {spec}: {path} does not exist; the form is path/to/file.py:name")
     if path.suffix != ".py" or not path.is_file():
-        what = "is not a Python file" if path.exists() else "does not exist"
-        raise ValueError(f"{flag} {spec}: {path} {what}; the form is path/to/file.py:name")
+        raise ValueError(f"{flag} {spec}: {path} is not a Python file; the form is path/to/file.py:name")
     try:
         tree = ast.parse(path.read_bytes(), str(path))
     except (SyntaxError, ValueError) as error:
