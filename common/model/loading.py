@@ -83,6 +83,9 @@ def read_tokenizer(path: str, config: ModelConfig, flag: str = "--model") -> Any
         return AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     except Exception as error:  # of a file that is damaged or missing the libraries raise many kinds, also this one
         what = str(error).strip().partition("\n")[0]
+        if "trust_remote_code" in str(error):
+            raise ValueError(f"{flag} {path}: its tokenizer comes with code, which is not run unless you trust it: "
+                             f"--policy.trust-remote-code (trust_remote_code of transformers)") from None
         raise ValueError(f"{flag} {path}: no tokenizer can be read ({type(error).__name__}: {what}): copy "
                          f"tokenizer.json and tokenizer_config.json of the model that it was made from into the "
                          f"folder") from error

@@ -5,6 +5,7 @@ import tempfile
 import types
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
@@ -20,9 +21,24 @@ from tests.engine import engine_models
 
 # longer than a block of vLLM's cache, whose keys and values could be found again
 DATA = [Prompt([5 + row, 17, 300, *range(40, 75 + row % 5)], "", "", {}, []) for row in range(40)]
-NO_TEXT = types.SimpleNamespace(decode=lambda *_, **__: "")
+
+
+class NoText:
+    """A tokenizer that knows no text and no special token."""
+
+    added_tokens_decoder: ClassVar[dict] = {}
+    bos_token_id = eos_token_id = pad_token_id = None
+    name_or_path = ""
+
+    def __len__(self) -> int:
+        return 0
+
+    def decode(self, *_, **__) -> str:
+        return ""
+
+
 NO_SCORERS = types.SimpleNamespace(
-    pool=None, model=None, episodes=None, advance=lambda: None, tokenizer=NO_TEXT, config=RewardConfig()
+    pool=None, model=None, episodes=None, advance=lambda: None, tokenizer=NoText(), config=RewardConfig()
 )
 ENDS = tuple(range(0, 512, 16))  # a response ends after 15 tokens or so
 

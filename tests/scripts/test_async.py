@@ -250,7 +250,7 @@ def test_ranks_of_one_engine_have_one_probe(monkeypatch):
     (["--samplers", "0"], "--samplers 0 must be at least 1 and below the world size 2"),
     (["--samplers", "2"], "where all ranks train and sample: grpo.py"),
     (["--max-staleness", "-1"], "--max-staleness -1 must be at least 0"),
-    (["--rollout.in-flight", "1.5"], "--rollout.in-flight must be left out"),
+    (["--rollout.in-flight", "1.5", "--rollout.engine", "vllm"], "--rollout.in-flight must be left out"),
 ])
 def test_what_cannot_work_is_refused(change, message, flags, tmp_path):
     done = launch("async_grpo.py", *flags, "--run-dir", tmp_path, *change, ranks=2, warm=True, check=False)
