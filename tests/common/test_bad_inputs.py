@@ -198,7 +198,7 @@ UNUSUAL = [
     ("content in parts of text", parquet([row(), row(prompt=[{"role": "user", "content": [
         {"type": "text", "text": "What is "}, {"type": "text", "text": "2 + 2?"}]}])][1:]), {}, 1),
     ("a key that only one message has", parquet([row(prompt=[
-        {"role": "user", "content": "x"}, {"role": "user", "content": "y", "tool_calls": "z"}])]), {}, 1),
+        {"role": "user", "content": "x"}, {"role": "user", "content": "y", "name": "z"}])]), {}, 1),
 ]
 CASES = {name: (make, flags, rule) for name, make, flags, rule in FILES + ROWS + SETTINGS + UNUSUAL}
 TEMPLATES = {"strict.jinja": "{% if messages[0].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}hi",

@@ -1,6 +1,5 @@
 """Router replay of the engine's choice: what the engines tell, on its way to the log-probs of the trainer."""
 
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from common.model.policy import ModelConfig
 from common.prompts import Prompt
 from common.rollout import Layout, Response, Sample, gather_rollout, to_minibatches
 from envs.runtime.conversation import ChatTemplate, Conversation
+from tests.engine.in_flight_runs import NoText
 from tests.generate import generate
 from tests.model.test_policy import save_model
 from tests.model.test_router_replay import FAMILIES
@@ -98,7 +98,7 @@ def test_the_last_reply_tells_of_the_whole_conversation(monkeypatch):
     """And the last before a rewritten history of what was left behind."""
     monkeypatch.setattr(ChatTemplate, "encode", lambda *_: [1])
     monkeypatch.setattr(ChatTemplate, "decode", lambda *_: "")
-    conversation = Conversation(ChatTemplate(SimpleNamespace(added_tokens_decoder={}), {}, []), "split", [1], [])
+    conversation = Conversation(ChatTemplate(NoText(), {}, []), "split", [1], [])
     conversation.add_reply([2], [0.0], "first")
     conversation.add_messages([], [3])
     conversation.add_reply([4], [0.0], "second")
