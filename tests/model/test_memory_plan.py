@@ -156,8 +156,10 @@ def test_a_tied_embedding_and_a_critic(llama, tmp_path):
 
 
 def with_context(folder: Path, length: int, name: str = "LlamaForCausalLM", **config) -> str:
-    config = LlamaConfig(**SIZES | {"max_position_embeddings": length}, num_hidden_layers=1, architectures=[name],
-                         **config)
+    sizes = SIZES | {"max_position_embeddings": length}
+    if name.endswith("ForSequenceClassification"):                      # it embeds each token of the tokenizer
+        sizes |= {"vocab_size": 49152}
+    config = LlamaConfig(**sizes, num_hidden_layers=1, architectures=[name], **config)
     config.save_pretrained(folder)
     save_tokenizer(folder)
     return str(folder)
