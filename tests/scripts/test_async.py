@@ -113,7 +113,7 @@ def names(rank: int | str) -> str:
     return rf"\[rank \d\] another rank ended, in phase '[^']+'. Its last report: (rank 0: .*)?{report}"
 
 
-@pytest.mark.parametrize("fault", ["rollout:100:1:kill", "optimizer:6:0:kill"])
+@pytest.mark.parametrize("fault", ["rollout:130:1:kill", "optimizer:6:0:kill"])
 def test_the_end_of_one_side_ends_the_other_and_loses_nothing(fault, flags, in_one_go, tmp_path):
     """kill -9 while a sampler samples; while a trainer makes an optimizer step."""
     done = launch(FAULTY, fault, "async_grpo.py", *flags, "--run-dir", tmp_path, ranks=2, timeout=170, check=False)
