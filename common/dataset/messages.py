@@ -55,7 +55,7 @@ def parse_row(row: dict[str, Any], config: DataConfig) -> Prompt:
 
 def with_response(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
     """The conversation with a response; it continues a last message of the assistant."""
-    if messages[-1]["role"] == "assistant":
+    if messages and messages[-1]["role"] == "assistant":
         return [*messages[:-1], messages[-1] | {"content": messages[-1]["content"] + text}]
     return [*messages, {"role": "assistant", "content": text}]
 
