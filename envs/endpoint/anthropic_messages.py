@@ -8,58 +8,71 @@ from envs.endpoint.asked import (
     Answer,
     ApiError,
     Asked,
+    Fields,
     Message,
     call_of,
     choice_of,
     count_of,
+    expected,
     function_of,
+    objects_in,
     parts_of,
-    refuse_unsupported,
     stops_of,
     temperature_of,
     text_of,
     with_names,
 )
 
-NO_EFFECT = {"top_p": (1,), "top_k": (), "mcp_servers": ([],), "container": (), "output_format": ()}
+FIELDS = Fields(
+    read=("model", "messages", "system", "tools", "tool_choice", "max_tokens", "temperature", "stop_sequences",
+          "stream"),
+    fixed={"top_p": (1,), "top_k": (), "mcp_servers": ([],), "container": (), "output_format": (),
+           "output_config.format": (), "output_config.task_budget": (), "compaction": (), "thread": (),
+           "fallbacks": ([],)},
+    hints={"thinking": (), "output_config.effort": (), "speed": ("standard",), "context_management": ({}, [])},
+    beside=("betas", "billing_policy", "cache_control", "diagnostics", "fallback_credit_token", "inference_geo",
+            "metadata", "service_tier", "user_profile_id", "workspace_id"),
+    objects=("output_config",),
+)
 
 
 def read(body: dict[str, Any], earlier: dict[str, list[Message]]) -> Asked:
     """`earlier` is for other forms."""
-    refuse_unsupported(body, NO_EFFECT)
+    FIELDS.check(body)
     if body.get("max_tokens") is None:
         raise ApiError("max_tokens: field required")
-    messages = [{"role": "system", "content": text_of(body["system"])}] if body.get("system") else []
-    for message in body["messages"]:
+    messages = [{"role": "system", "content": text_of(body, "system")}] if body.get("system") else []
+    for message in objects_in(body, "messages"):
         messages += read_message(message)
     if not messages or messages[-1]["role"] == "assistant":
         raise ApiError("messages must end with the user's: the model does not continue a text of the assistant here")
     return Asked(
-        body, with_names(messages), [read_tool(tool) for tool in body.get("tools") or []],
-        count_of(body, "max_tokens"), temperature_of(body), stops_of(body.get("stop_sequences")),
-        choice_of(body),
+        body, with_names(messages), [read_tool(tool) for tool in objects_in(body, "tools")],
+        count_of(body, "max_tokens"), temperature_of(body), stops_of(body, "stop_sequences"), choice_of(body),
     )
 
 
 def read_message(message: dict[str, Any]) -> list[Message]:
     """A user's message may hold the results of several tools and a text: each is a message of its own here."""
-    role, content = message["role"], message["content"]
+    role, content = expected(message, "role", str), message.get("content")
     if role not in ("user", "assistant", "system"):
         raise ApiError(f"a message's role is {role!r:.100}; there are user and assistant")
-    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else objects_in(message, "content")
     calls, results, others = [], [], []
     for block in blocks:
-        if block["type"] == "tool_use":
-            arguments = json.dumps(block["input"])
-            calls.append(call_of({"id": block["id"], "name": block["name"], "arguments": arguments}))
-        elif block["type"] == "tool_result":
-            content = parts_of(block.get("content"))
-            results.append({"role": "tool", "content": content, "tool_call_id": block["tool_use_id"]})
-        elif block["type"] not in ("thinking", "redacted_thinking"):  # these are not shown to the model again
+        kind = block.get("type")
+        if kind == "tool_use":
+            arguments = json.dumps(expected(block, "input", dict))
+            calls.append(call_of({"id": expected(block, "id", str), "name": expected(block, "name", str),
+                                  "arguments": arguments}))
+        elif kind == "tool_result":
+            results.append({"role": "tool", "content": parts_of(block),
+                            "tool_call_id": expected(block, "tool_use_id", str)})
+        elif kind not in ("thinking", "redacted_thinking"):  # these are not shown to the model again
             others.append(block)
     if results and not others:
         return results
-    content = (parts_of if role == "user" else text_of)(others)
+    content = (parts_of if role == "user" else text_of)({"content": others})
     return [*results, {"role": role, "content": content} | ({"tool_calls": calls} if calls else {})]
 
 
@@ -67,7 +80,8 @@ def read_tool(tool: dict[str, Any]) -> dict[str, Any]:
     if tool.get("type") not in (None, "custom"):
         raise ApiError(f"a tool's type is {tool['type']!r:.100}; there are tools of your own alone",
                        code="unsupported_value")
-    return function_of(tool["name"], tool.get("description"), tool["input_schema"])
+    expected(tool, "input_schema", dict)
+    return function_of(tool, "input_schema")
 
 
 def write(asked: Asked, answer: Answer) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ from envs.runtime.template import object_of
 
 Message = dict[str, Any]
 Key = tuple
+KINDS = {str: "a text", dict: "an object", list: "a list", bool: "true or false"}
 
 
 class ApiError(Exception):
@@ -25,6 +26,41 @@ class ApiError(Exception):
         """The name that OpenAI's and Anthropic's APIs both give to errors of this status."""
         kinds = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
         return kinds.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+
+
+@dataclass(frozen=True)
+class Fields:
+    """What a request may have in one API. A field that is none of these is refused, as OpenAI and Anthropic do: what a
+    client asks for it gets, or it is told. Fields of the objects in `objects` are named OBJECT.FIELD."""
+
+    read: tuple[str, ...]
+    fixed: dict[str, tuple]
+    """Fields with the values that ask for what is done anyway; other values are refused."""
+    hints: dict[str, tuple]
+    """Fields of which the model is not told; what is no value of these is counted ("unheeded")."""
+    beside: tuple[str, ...]
+    """Fields of storage, billing and caching, on which no answer depends."""
+    objects: tuple[str, ...] = ()
+
+    def check(self, body: dict[str, Any]) -> None:
+        """Raise ApiError for what is not served."""
+        for name, value in self.of(body):
+            if name in self.fixed and value not in self.fixed[name]:
+                raise ApiError(f"{name}={value!r:.100} is not supported here: leave it out", code="unsupported_value")
+            if not any(name in known for known in (self.read, self.fixed, self.hints, self.beside)):
+                raise ApiError(f"the field {name!r:.100} is not read here: leave it out", code="unsupported_field")
+
+    def has_hint(self, body: dict[str, Any]) -> bool:
+        return any(name in self.hints and value not in self.hints[name] for name, value in self.of(body))
+
+    def of(self, body: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+        """Those that are not null."""
+        for name, value in body.items():
+            if name in self.objects:
+                yield from ((f"{name}.{inner}", found) for inner, found in (optional(body, name, dict) or {}).items()
+                            if found is not None)
+            elif value is not None:
+                yield name, value
 
 
 @dataclass
@@ -45,7 +81,11 @@ class Asked:
 
     @property
     def model(self) -> str:
-        return self.body.get("model") or ""
+        return optional(self.body, "model", str) or ""
+
+    @property
+    def is_stream(self) -> bool:
+        return optional(self.body, "stream", bool) or False
 
 
 @dataclass
@@ -63,6 +103,28 @@ class Answer:
         """As the client will send it back."""
         message = {"role": "assistant", "content": self.text}
         return message | ({"tool_calls": list(map(call_of, self.calls))} if self.calls else {})
+
+
+def expected(body: dict[str, Any], name: str, kind: type) -> Any:
+    """The value of this field, which is of this kind. Raises ApiError."""
+    found = body.get(name)
+    if not isinstance(found, kind):
+        raise ApiError(f"{name} is {found!r:.100}, and must be {KINDS[kind]}", code="malformed")
+    return found
+
+
+def optional(body: dict[str, Any], name: str, kind: type) -> Any:
+    """The same, or None for one that is null or not there."""
+    return None if body.get(name) is None else expected(body, name, kind)
+
+
+def objects_in(body: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """A list of objects; none where it is null or not there."""
+    found = optional(body, name, list) or []
+    for i, item in enumerate(found):
+        if not isinstance(item, dict):
+            raise ApiError(f"{name}[{i}] is {item!r:.100}, and must be an object", code="malformed")
+    return found
 
 
 def key_of(message: Message) -> Key:
@@ -85,27 +147,30 @@ def call_of(call: dict[str, str]) -> dict[str, Any]:
     return {"id": call["id"], "type": "function", "function": function}
 
 
-def text_of(content: Any) -> str:
+def text_of(message: dict[str, Any], name: str = "content") -> str:
     """The text of a message's content: a text, or a list of parts. Raises ApiError for parts that are no text."""
+    content = message.get(name)
     if content is None or isinstance(content, str):
         return content or ""
-    texts = []
-    for part in content:
-        kind = part.get("type")
-        if kind not in ("text", "input_text", "output_text", "refusal"):
-            raise ApiError(f"a part of type {kind!r} in a message's content: the model takes text alone here",
-                           code="unsupported_content")
-        texts.append(part.get("refusal", "") if kind == "refusal" else part["text"])
-    return "\n".join(texts)
+    return "\n".join(map(text_of_part, objects_in(message, name)))
 
 
-def parts_of(content: Any) -> str | list:
+def text_of_part(part: dict[str, Any]) -> str:
+    kind = part.get("type")
+    if kind not in ("text", "input_text", "output_text", "refusal"):
+        raise ApiError(f"a part of type {kind!r:.100} in a message's content: the model takes text alone here",
+                       code="unsupported_content")
+    return optional(part, "refusal", str) or "" if kind == "refusal" else expected(part, "text", str)
+
+
+def parts_of(message: dict[str, Any], name: str = "content") -> str | list:
     """The content of a user's or a tool's message: its text, or with pictures a list of texts and of the client's
     parts, which `read_pictures` reads."""
-    parts = [] if content is None or isinstance(content, str) else content
+    content = message.get(name)
+    parts = [] if isinstance(content, str) else objects_in(message, name)
     if not any(map(is_picture, parts)):
-        return text_of(content)
-    return [part if is_picture(part) else text_of([part]) for part in parts]
+        return text_of(message, name)
+    return [part if is_picture(part) else text_of_part(part) for part in parts]
 
 
 def read_pictures(messages: Sequence[Message]) -> list[Message]:
@@ -117,29 +182,21 @@ def read_pictures(messages: Sequence[Message]) -> list[Message]:
         raise ApiError(str(error), code="unsupported_content") from None
 
 
-def function_of(name: str, description: str | None, parameters: dict | None) -> dict[str, Any]:
-    """A tool in the form that chat templates take."""
-    if not isinstance(name, str) or not name:
-        raise ApiError(f"a tool's name is {name!r}, and must be a text")
-    nothing = {"type": "object", "properties": {}}
-    function = {"name": name, "description": description or "", "parameters": parameters or nothing}
+def function_of(tool: dict[str, Any], schema: str = "parameters") -> dict[str, Any]:
+    """A tool in the form that chat templates take. `schema`: the field of its arguments' JSON schema."""
+    if not expected(tool, "name", str):
+        raise ApiError("a tool's name is empty")
+    function = {"name": tool["name"], "description": optional(tool, "description", str) or "",
+                "parameters": optional(tool, schema, dict) or {"type": "object", "properties": {}}}
     return {"type": "function", "function": function}
-
-
-def refuse_unsupported(body: dict[str, Any], allowed: dict[str, tuple]) -> None:
-    """Raise ApiError for a field that asks for what the model does not do here: `allowed`: its values without
-    effect."""
-    for name, values in allowed.items():
-        if body.get(name) is not None and body[name] not in values:
-            raise ApiError(f"{name}={body[name]!r:.100} is not supported here: leave it out", code="unsupported_value")
 
 
 def choice_of(body: dict[str, Any]) -> str:
     """The request's tool_choice: auto, none, or required, which Anthropic calls any."""
     choice = body.get("tool_choice")
-    kind = choice.get("type") if isinstance(choice, dict) else choice
+    kind = choice.get("type", "") if isinstance(choice, dict) else choice
     kinds = {None: "auto", "auto": "auto", "none": "none", "required": "required", "any": "required"}
-    if kind not in kinds:
+    if not isinstance(kind, str | None) or kind not in kinds:
         raise ApiError(f"tool_choice={choice!r:.100} is not supported: the model decides what it calls; there are "
                        f"auto, required and none", code="unsupported_value")
     return kinds[kind]
@@ -150,7 +207,7 @@ def count_of(body: dict[str, Any], *names: str) -> int | None:
     for name in names:
         value = body.get(name)
         if value is not None:
-            if not isinstance(value, int) or value < 1:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ApiError(f"{name}={value!r:.100} must be a whole number of at least 1")
             return value
     return None
@@ -158,15 +215,17 @@ def count_of(body: dict[str, Any], *names: str) -> int | None:
 
 def temperature_of(body: dict[str, Any]) -> float | None:
     value = body.get("temperature")
-    if value is not None and not (isinstance(value, int | float) and 0 <= value <= 2):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is not None and not (is_number and 0 <= value <= 2):
         raise ApiError(f"temperature={value!r:.100} must be a number from 0 to 2")
     return value
 
 
-def stops_of(value: str | list[str] | None) -> list[str]:
-    stops = [value] if isinstance(value, str) else list(value or [])
+def stops_of(body: dict[str, Any], name: str) -> list[str]:
+    value = body.get(name)
+    stops = [value] if isinstance(value, str) else optional(body, name, list) or []
     if not all(isinstance(stop, str) and stop for stop in stops):
-        raise ApiError(f"stop={value!r:.100} must be texts that are not empty")
+        raise ApiError(f"{name}={value!r:.100} must be texts that are not empty")
     return stops
 
 

@@ -7,56 +7,77 @@ from envs.endpoint.asked import (
     Answer,
     ApiError,
     Asked,
+    Fields,
     Message,
     call_of,
     choice_of,
     count_of,
+    expected,
     function_of,
+    objects_in,
+    optional,
     parts_of,
-    refuse_unsupported,
     stops_of,
     temperature_of,
     text_of,
     with_names,
 )
 
-NO_EFFECT = {
-    "n": (1,), "logprobs": (False,), "top_logprobs": (0,), "top_p": (1,), "frequency_penalty": (0,),
-    "presence_penalty": (0,), "logit_bias": ({},), "response_format": ({"type": "text"},), "modalities": (["text"],),
-    "functions": ([],), "function_call": ("none", "auto"), "audio": (), "web_search_options": (),
-}
+FIELDS = Fields(
+    read=("model", "messages", "tools", "tool_choice", "max_completion_tokens", "max_tokens", "temperature", "stop",
+          "stream", "stream_options.include_usage"),
+    fixed={
+        "n": (1,), "logprobs": (False,), "top_logprobs": (0,), "top_p": (1,), "frequency_penalty": (0,),
+        "presence_penalty": (0,), "logit_bias": ({},), "response_format": ({"type": "text"},),
+        "modalities": (["text"],), "functions": ([],), "function_call": ("none", "auto"), "audio": (),
+        "web_search_options": (),
+        # of vLLM's server
+        "top_k": (-1, 0), "min_p": (0,), "repetition_penalty": (1,), "min_tokens": (0,), "ignore_eos": (False,),
+        "structured_outputs": (), "chat_template_kwargs": ({},),
+    },
+    hints={"seed": (), "reasoning_effort": (), "verbosity": ("medium",), "parallel_tool_calls": (True,),
+           "prediction": ()},
+    beside=("metadata", "moderation", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+            "safety_identifier", "service_tier", "store", "stream_options.include_obfuscation", "user"),
+    objects=("stream_options",),
+)
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 END = "[DONE]"
 
 
 def read(body: dict[str, Any], earlier: dict[str, list[Message]]) -> Asked:
     """`earlier` is for other forms."""
-    refuse_unsupported(body, NO_EFFECT)
+    FIELDS.check(body)
     return Asked(
-        body, with_names([read_message(message) for message in body["messages"]]),
-        [read_tool(tool) for tool in body.get("tools") or []],
-        count_of(body, "max_completion_tokens", "max_tokens"), temperature_of(body),
-        stops_of(body.get("stop")), choice_of(body),
+        body, with_names([read_message(message) for message in objects_in(body, "messages")]),
+        [read_tool(tool) for tool in objects_in(body, "tools")],
+        count_of(body, "max_completion_tokens", "max_tokens"), temperature_of(body), stops_of(body, "stop"),
+        choice_of(body),
     )
 
 
 def read_message(message: dict[str, Any]) -> Message:
-    if message["role"] not in ROLES:
+    role = ROLES.get(expected(message, "role", str))
+    if role is None:
         raise ApiError(f"a message's role is {message['role']!r:.100}; there are {', '.join(ROLES)}")
-    takes_pictures = message["role"] in ("user", "tool")
-    content = (parts_of if takes_pictures else text_of)(message.get("content"))
-    found = {"role": ROLES[message["role"]], "content": content}
-    found |= {key: message[key] for key in ("name", "tool_call_id") if message.get(key)}
-    calls = [call_of({"id": call.get("id", "")} | call["function"]) for call in message.get("tool_calls") or []]
+    takes_pictures = role in ("user", "tool")
+    found = {"role": role, "content": (parts_of if takes_pictures else text_of)(message)}
+    found |= {key: message[key] for key in ("name", "tool_call_id") if optional(message, key, str)}
+    calls = [read_call(call) for call in objects_in(message, "tool_calls")]
     return found | ({"tool_calls": calls} if calls else {})
+
+
+def read_call(call: dict[str, Any]) -> dict[str, Any]:
+    function = expected(call, "function", dict)
+    return call_of({"id": optional(call, "id", str) or "", "name": expected(function, "name", str),
+                    "arguments": expected(function, "arguments", str)})
 
 
 def read_tool(tool: dict[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function":
         raise ApiError(f"a tool's type is {tool.get('type')!r:.100}; there are functions alone",
                        code="unsupported_value")
-    function = tool["function"]
-    return function_of(function["name"], function.get("description"), function.get("parameters"))
+    return function_of(expected(tool, "function", dict))
 
 
 def write(asked: Asked, answer: Answer) -> dict[str, Any]:

@@ -8,37 +8,52 @@ from envs.endpoint.asked import (
     Answer,
     ApiError,
     Asked,
+    Fields,
     Message,
     call_of,
     choice_of,
     count_of,
+    expected,
     function_of,
+    objects_in,
+    optional,
     parts_of,
-    refuse_unsupported,
     temperature_of,
     with_names,
 )
 
-NO_EFFECT = {
-    "background": (False,), "conversation": (), "prompt": (), "top_logprobs": (0,), "top_p": (1,),
-    "text": ({}, {"format": {"type": "text"}}), "stop": ([],),
-}
+FIELDS = Fields(
+    read=("model", "input", "instructions", "previous_response_id", "tools", "tool_choice", "max_output_tokens",
+          "temperature", "stream"),
+    fixed={
+        "background": (False,), "conversation": (), "prompt": (), "top_logprobs": (0,), "top_p": (1,),
+        "text.format": ({"type": "text"},), "stop": ([],),
+    },
+    hints={"reasoning": (), "text.verbosity": ("medium",), "parallel_tool_calls": (True,), "include": ([],),
+           "truncation": ("disabled",), "max_tool_calls": (), "context_management": ([],)},
+    beside=("metadata", "moderation", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+            "safety_identifier", "service_tier", "store", "stream_options.include_obfuscation", "user"),
+    objects=("text", "stream_options"),
+)
 write_error = chat_completions.write_error
 
 
 def read(body: dict[str, Any], earlier: dict[str, list[Message]]) -> Asked:
     """`earlier`: the messages of each response, by its id, for previous_response_id."""
-    refuse_unsupported(body, NO_EFFECT)
-    previous = body.get("previous_response_id")
+    FIELDS.check(body)
+    previous = optional(body, "previous_response_id", str)
     if previous and previous not in earlier:
         raise ApiError(f"previous_response_id={previous!r:.100} is no response of this episode", 404, "not_found")
-    messages = [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
+    instructions = optional(body, "instructions", str)
+    messages = [{"role": "system", "content": instructions}] if instructions else []
     messages += earlier[previous] if previous else []
-    given = body["input"]
-    for item in [{"role": "user", "content": given}] if isinstance(given, str) else given:
-        add_item(messages, item)
+    if isinstance(body.get("input"), str):
+        messages.append({"role": "user", "content": body["input"]})
+    else:
+        for item in objects_in(body, "input"):
+            add_item(messages, item)
     return Asked(
-        body, with_names(messages), [read_tool(tool) for tool in body.get("tools") or []],
+        body, with_names(messages), [read_tool(tool) for tool in objects_in(body, "tools")],
         count_of(body, "max_output_tokens"), temperature_of(body), [], choice_of(body),
     )
 
@@ -47,14 +62,16 @@ def add_item(messages: list[Message], item: dict[str, Any]) -> None:
     """What the model wrote at once comes as several items, a text and each of its calls; it is one message."""
     kind = item.get("type", "message")
     if kind == "message":
-        messages.append(chat_completions.read_message({"role": item["role"], "content": item["content"]}))
+        messages.append(chat_completions.read_message({"role": item.get("role"), "content": item.get("content")}))
     elif kind == "function_call":
-        call = call_of({"id": item["call_id"], "name": item["name"], "arguments": item["arguments"]})
+        call = call_of({"id": expected(item, "call_id", str), "name": expected(item, "name", str),
+                        "arguments": expected(item, "arguments", str)})
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
         messages[-1] = messages[-1] | {"tool_calls": [*messages[-1].get("tool_calls", []), call]}
     elif kind == "function_call_output":
-        messages.append({"role": "tool", "content": parts_of(item["output"]), "tool_call_id": item["call_id"]})
+        messages.append({"role": "tool", "content": parts_of(item, "output"),
+                         "tool_call_id": expected(item, "call_id", str)})
     elif kind != "reasoning":  # which is not shown to the model again
         raise ApiError(f"an input item of type {kind!r:.100} is not supported here", code="unsupported_content")
 
@@ -63,7 +80,7 @@ def read_tool(tool: dict[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function":
         raise ApiError(f"a tool's type is {tool.get('type')!r:.100}; there are functions alone",
                        code="unsupported_value")
-    return function_of(tool["name"], tool.get("description"), tool.get("parameters"))
+    return function_of(tool)
 
 
 def write(asked: Asked, answer: Answer) -> dict[str, Any]:

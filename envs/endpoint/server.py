@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 import hmac
 import json
+import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -23,12 +24,17 @@ from aiohttp import web
 
 from envs.endpoint import anthropic_messages, chat_completions, responses
 from envs.endpoint.asked import Answer, ApiError, Asked, Key, Message, key_of, read_pictures
+from envs.endpoint.connections import Connections
 
 FORMS: dict[str, ModuleType] = {
     "/v1/chat/completions": chat_completions, "/v1/responses": responses, "/v1/messages": anthropic_messages,
 }
 AZURE_PLACES = ("/openai{}", "/openai/v1{}", "/openai/deployments/{{deployment}}{}")
 MAX_BODY = 2**26  # bytes of a request, which has all pictures of its conversation
+BODY_S = 60.0  # for them to arrive
+SILENT = logging.getLogger(f"{__name__}.aiohttp")
+"""For aiohttp, which logs a traceback for each request that is no HTTP: anyone on the machine can send them."""
+SILENT.disabled = True
 COUNTS = {
     "requests": "all of them",
     "errors": "those that were answered with an error",
@@ -36,6 +42,8 @@ COUNTS = {
     "aborted": "those whose client was gone before the answer was there",
     "conversations": "those that began a conversation",
     "not_called": "those with tool_choice required whose answer calls no tool",
+    "truncated": "those whose answer was cut off, or found no room",
+    "unheeded": "those with a field that the model is not told: a seed, an effort, a verbosity",
     "temperatures": "those that asked for a temperature, in vain unless AGENT_TEMPERATURE=1",
 }
 """The numbers of requests that an episode returns."""
@@ -93,11 +101,13 @@ class Endpoint:
         app.router.add_get("/v1/models/{name}", self.show_model)
         self.runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=0.1)
         await self.runner.setup()
-        await web.TCPSite(self.runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
+        self.connections = Connections(partial(Http, self))
+        self.listener = await asyncio.get_running_loop().create_server(self.connections, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self.listener.sockets[0].getsockname()[1]}"
         return self
 
     async def __aexit__(self, *_) -> None:
+        self.listener.close()
         await self.runner.cleanup()
 
     async def run(self, agent: Awaitable) -> Any:
@@ -113,6 +123,11 @@ class Endpoint:
         await asyncio.gather(*answers, return_exceptions=True)
         return task.result()
 
+    def fail(self, error: Exception) -> None:
+        """`run` raises this error, or one that came before it."""
+        if not self.failure.done():
+            self.failure.set_exception(error)
+
     # ----------------------------------------------------------------------- HTTP
 
     @web.middleware
@@ -121,6 +136,7 @@ class Endpoint:
         self.counts["requests"] += 1
         try:
             self.check_token(request)
+            self.connections.know(request.protocol)
             if self.has_ended:
                 raise ApiError("the episode has ended", 410, "episode_ended")
             return await handler(request)
@@ -128,9 +144,11 @@ class Endpoint:
             error = ApiError(f"{request.method} {request.path}: {http.reason}", http.status, "not_served")
         except ApiError as api_error:
             error = api_error
+        except Exception as fault:  # of the endpoint: no client can mend it, and the episode must not go on without it
+            self.fail(fault)
+            error = ApiError(f"the endpoint fails: {type(fault).__name__}: {fault}", 500, "endpoint_failed")
         self.counts["errors"] += 1
-        is_anthropic = request.path.startswith("/v1/messages")
-        form = anthropic_messages if is_anthropic else chat_completions
+        form = anthropic_messages if "/messages" in request.path else chat_completions
         return web.json_response(form.write_error(error), status=error.status)
 
     def check_token(self, request: web.Request) -> None:
@@ -143,31 +161,28 @@ class Endpoint:
 
     async def serve(self, form: ModuleType, request: web.Request) -> web.StreamResponse:
         """One request for a reply."""
-        body = await request.read()
+        body = await body_of(request)
         try:
             asked = form.read(as_object(body), self.said)
-            keys = [key_of(message) for message in asked.messages]
+            exchange = self.exchange_for(asked, request)
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise ApiError(f"the request is not of the form of {request.path}: {type(error).__name__}: "
                            f"{error}"[:1000], code="malformed") from error
-        if not keys:
-            raise ApiError("the request has no messages", code="malformed")
-        exchange = self.exchange_for(asked, keys, request)
+        self.counts["unheeded"] += form.FIELDS.has_hint(asked.body)
         answer = await asyncio.shield(exchange.answer)
         self.said[f"resp_{answer.id}"] = [*without_instructions(asked), answer.message()]
         return await self.send(exchange, form, asked, answer, request)
 
     async def send(self, exchange: Exchange, form: ModuleType, asked: Asked, answer: Answer,
                    request: web.Request) -> web.StreamResponse:
-        is_stream = bool(asked.body.get("stream"))
         response = web.StreamResponse(headers={
-            "Content-Type": "text/event-stream" if is_stream else "application/json", "Cache-Control": "no-cache",
+            "Content-Type": "text/event-stream" if asked.is_stream else "application/json", "Cache-Control": "no-cache",
         })
         try:
             if request.transport is None:
                 raise ConnectionResetError("the client has closed the connection")
             await response.prepare(request)
-            if is_stream:
+            if asked.is_stream:
                 for event in form.events(asked, answer):
                     await response.write(as_event(event))
             else:
@@ -199,8 +214,11 @@ class Endpoint:
         raise ApiError(f"there is no model {model!r:.200} here; there are {', '.join(self.models)}, and NAME:ROLE "
                        f"(the environment variable AGENT_MODELS)", 404, "model_not_found")
 
-    def exchange_for(self, asked: Asked, keys: list[Key], request: web.Request) -> Exchange:
+    def exchange_for(self, asked: Asked, request: web.Request) -> Exchange:
         """The earlier exchange that the request repeats, or a new one."""
+        if not asked.messages:
+            raise ApiError("the request has no messages", code="malformed")
+        keys = [key_of(message) for message in asked.messages]
         role = self.role_of(asked.model)
         options = (asked.max_tokens, asked.temperature, tuple(asked.stop), asked.choice)
         key = (role, json.dumps(asked.tools, sort_keys=True), options, *keys)
@@ -253,12 +271,12 @@ class Endpoint:
                 temperature=asked.temperature if self.keeps_temperature else None,
             )
         except Exception as error:
-            if not self.failure.done():
-                self.failure.set_exception(error)
+            self.fail(error)
             reason = f"{type(error).__name__}: {error}"
             raise ApiError(f"the episode cannot go on: {reason}", 500, "episode_failed") from error
         finally:
             conversation.is_busy = False
+        self.counts["truncated"] += chat.finish_reason == "length"
         if text is None:
             raise refusal_of(chat.finish_reason)
         if not num_seen:
@@ -287,6 +305,23 @@ class Endpoint:
         )
 
 
+class Http(web.RequestHandler):
+    """A connection. What is no HTTP, or in an encoding that aiohttp does not know, never reaches `guard`."""
+
+    def __init__(self, endpoint: Endpoint):
+        super().__init__(endpoint.runner.server, loop=asyncio.get_running_loop(), access_log=None, logger=SILENT)
+        self.endpoint = endpoint
+
+    def handle_error(self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None,
+                     message: str | None = None) -> web.StreamResponse:
+        self.endpoint.counts["requests"] += 1
+        self.endpoint.counts["errors"] += 1
+        error = ApiError(f"the request cannot be read: {message or exc}"[:1000], status, "malformed")
+        response = web.json_response(chat_completions.write_error(error), status=status)
+        response.force_close()
+        return response
+
+
 def stub_of(tool: dict[str, Any]) -> Callable:
     """A tool that the client runs, for the chat: its name and schema."""
 
@@ -295,6 +330,18 @@ def stub_of(tool: dict[str, Any]) -> Callable:
 
     stub.__name__, stub.schema = tool["function"]["name"], tool
     return stub
+
+
+async def body_of(request: web.Request) -> bytes:
+    try:
+        async with asyncio.timeout(BODY_S):
+            return await request.read()
+    except web.HTTPException:
+        raise
+    except TimeoutError:
+        raise ApiError(f"the body did not arrive within {BODY_S:.0f} s", 408, "timeout") from None
+    except Exception as error:  # the parser has many: encodings, chunks, a client that is gone
+        raise ApiError(f"the body cannot be read: {type(error).__name__}: {error}"[:1000], code="malformed") from None
 
 
 def as_object(body: bytes) -> dict[str, Any]:
