@@ -25,8 +25,8 @@ class Player:
         return found
 
     def play_all(self, scripts: Sequence[tuple[dict[str, Any], Sequence[Reply]]]) -> list[tuple[dict, list[str]]]:
-        """What each episode sent last, and what it said to the model. A reply is a text, or a list of calls of tools;
-        after the last one there is no turn left."""
+        """What each episode sent last, and what it said to the model. A reply is a text, which is cut off if it ends
+        with three points, or a list of calls of tools; after the last one there is no turn left."""
         said: list[list[str]] = [[] for _ in scripts]
         left = [list(replies) for _, replies in scripts]
         ended = {}
@@ -43,6 +43,8 @@ class Player:
                 reply = left[number].pop(0) if left[number] else None
                 answer = {"conversation": message["conversation"], "text": reply, "tokens_left": 50,
                           "finish_reason": "turns" if reply is None else "stop"}
+                if isinstance(reply, str) and reply.endswith("..."):
+                    answer["finish_reason"] = "length"
                 if isinstance(reply, list):
                     answer |= {"text": "<tool_call>", "tool_calls": reply}
                 time.sleep(self.writing_s)

@@ -216,6 +216,24 @@ def solve(row):
     assert len(asked) == 1 and "Bearer sk-real" in asked[0]
 
 
+def test_an_agent_that_raises_on_a_reply_that_was_cut_off_is_told_of_the_flag(monkeypatch, tmp_path):
+    """As openai-agents does: by default such an episode is dropped, and nothing punishes long replies."""
+    monkeypatch.setenv("AGENT", folder_of(tmp_path, f"""{IMPORTS}
+client = OpenAI()
+def solve(row):
+    if {CALL}.choices[0].finish_reason == "length" or row.get("broken"):
+        raise RuntimeError("incomplete")
+    return 1.0
+"""))
+    with Player(ENDPOINT) as player:
+        cut, broken, good = player.play_all([({"prompt": []}, ["Well ..."]), ({"prompt": [], "broken": 1}, ["yes"]),
+                                             ({"prompt": []}, ["yes"])])
+    assert "RuntimeError: incomplete\n1 of the model's answers" in cut[0]["text"]
+    assert "--reward.on-error zero" in cut[0]["text"]
+    assert "RuntimeError: incomplete" in broken[0]["text"] and "--reward.on-error" not in broken[0]["text"]
+    assert good[0]["extra"]["endpoint/truncated"] == 0.0
+
+
 def test_variables_that_the_file_sets_for_itself_stay(outside, monkeypatch, tmp_path):
     """And the endpoint's are the episode's alone: another environment of the same run reads the user's."""
     agent = "import os\nos.environ['AGENTS_OWN'] = 'x'\ndef solve(row): ...\n"
