@@ -12,7 +12,7 @@ from tests.conftest import ROOT
 from tests.scripts.test_style import ALONE, OFFLINE, SCRIPTS, SOURCES, Flags
 
 DOCS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))
-PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", *DOCS]
+PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "tests/README.md", *DOCS]
 EVIDENCE = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests/evidence").glob("*.md")
                   if path.name != "optimizers.md")                      # `make optimizers` writes it
 MOST_PAGES = 17                         # in docs/
