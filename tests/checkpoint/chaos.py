@@ -1,6 +1,6 @@
 """Kills tiny runs at random instants and starts them again until they end; each must end as an undisturbed run does.
 
-    python -m tests.checkpoint.chaos --kills 100 > tests/evidence/chaos.md       # make chaos
+    python -m tests.checkpoint.chaos --kills 100       # make chaos
 
 An instant is a call (of a rollout, a decoding step, an episode's turn, a forward, the optimizer, a message between the
 sides of async_grpo.py, a write of one tensor, a checksum, the manifest, a rename, a prune, the export), counted from

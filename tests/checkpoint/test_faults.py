@@ -1,5 +1,6 @@
 """What users see when something goes wrong: damaged checkpoints, full disks, folders that do not fit, ranks that die or
-hang. With FAULTS_TABLE=tests/evidence/faults.md pytest tests/checkpoint/test_faults.py writes that down."""
+hang. With FAULTS_TABLE=FILE pytest tests/checkpoint/test_faults.py writes a row for each into FILE, of which
+tests/evidence/faults.md is a summary."""
 
 # ruff: noqa: F811  (fixtures that are imported)
 
@@ -96,7 +97,7 @@ DAMAGE = {  # what is done to the newest of two checkpoints: what is said (a reg
 
 
 def note(fault: str, text: str) -> None:
-    """One row of tests/evidence/faults.md, with paths as users would have them."""
+    """One row of the table of faults, with paths as users would have them."""
     if "FAULTS_TABLE" in os.environ:
         text = re.sub(r"/tmp/[^ ;:|]*?/(?=checkpoints|other)|/tmp/[^ ;:|']*", "RUN/", text.strip())
         text = text.replace("|", " ").replace("\n", "<br>")

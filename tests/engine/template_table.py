@@ -229,13 +229,15 @@ def main() -> None:
     rows = {name: try_all(source) for name, source in sources().items()}
     lines = [HEADER, f"| template | {' | '.join(CONVERSATIONS)} |", "| --- " * (len(CONVERSATIONS) + 1) + "|"]
     notes: dict[str, int] = {}
+    like: dict[str, list[str]] = {}                                     # the cells of a row -> its templates
     for name, found in rows.items():
         cells = []
         for status in found.values():
             kind, _, note = status.partition(": ")
             number = notes.setdefault(note, len(notes) + 1) if note else 0
             cells.append(f"{kind} ({number})" if note else kind)
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        like.setdefault(" | ".join(cells), []).append(name)
+    lines += [f"| {', '.join(names)} | {cells} |" for cells, names in like.items()]
     lines += ["", *(f"{number}. `{note}`" for note, number in notes.items()), ""]
     PAGE.write_text("\n".join(lines))
     sys.stdout.write("\n".join(lines))

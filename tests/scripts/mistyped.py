@@ -1,5 +1,5 @@
 """Commands as people mistype them: what each says, and how long that takes. `python -m tests.scripts.mistyped` prints
-the table of tests/evidence/users.md; test_mistyped.py runs those that need no model's code.
+the table (tests/evidence/users.md has its summary); test_mistyped.py runs those that need no model's code.
 
 MODEL, DATA and DIR stand for a model folder, a data file and a folder with the files that `prepare` writes.
 """
