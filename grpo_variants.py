@@ -275,16 +275,17 @@ def main(args: Args) -> None:
             rewards = args.reward_coef * rollout.scores                                         # [S] NaN: no reward
 
             # 3 mini-batches: each response moves to the rank that trains on it
-            # where no term of the loss has a gradient, a response does not run and only counts in the denominators
-            has_gradient = compute_advantages(rewards, rollout.group, norm_by_std) != 0         # [S]
-            if reference is not None or args.entropy_coef or correction.needs_old_logp() or pulls_to_old:
-                has_gradient = None                                                             # all of them run
-            # an advantage of 0 may become another number, or its tokens may be selected
-            if args.advantage_per_step or args.advantage_per_role or args.advantage == "gdpo" or is_selective:
-                has_gradient = None                                                             # all of them run
+            # a response with advantage 0 need not run where no other term of the loss has a gradient on it
+            advantages = compute_advantages(rewards, rollout.group, norm_by_std)                # [S] of whole responses
+            rollout.batch.advantage = rollout.to_tokens(advantages)                             # [T]
+            skip_zero_advantage = reference is None and not args.entropy_coef and not correction.needs_old_logp()
+            if pulls_to_old or is_selective:
+                skip_zero_advantage = False
+            if args.advantage_per_step or args.advantage_per_role or args.advantage == "gdpo":  # they make others below
+                skip_zero_advantage = False
             # the loss is on every token that was sampled: the stop token, and all of a truncated response
             minibatches = run.to_minibatches(
-                rollout, rollout.has_score, args.minibatches_per_step, max_tokens, step, has_gradient
+                rollout, rollout.has_score, args.minibatches_per_step, max_tokens, step, skip_zero_advantage
             )
 
             # 4 log-probs: the old policy's, where it is not the current one, and the reference's; advantages

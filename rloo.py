@@ -209,14 +209,14 @@ def main(args: Args) -> None:
             rewards = rollout.scores                                                            # [S] NaN: no reward
 
             # 3 mini-batches: each response moves to the rank that trains on it
-            # where no term of the loss has a gradient, a response does not run and only counts in the denominators
-            has_gradient = baseline.advantages(rewards, rollout, greedy) != 0                   # [S]
-            becomes_another = baseline.whiten or baseline.optimal       # an advantage of 0, because of other tokens
-            if reference is not None or args.entropy_coef or correction.needs_old_logp() or becomes_another:
-                has_gradient = None                                                             # all of them run
+            # a response with advantage 0 need not run where no other term of the loss has a gradient on it
+            rollout.batch.advantage = rollout.to_tokens(baseline.advantages(rewards, rollout, greedy))      # [T]
+            skip_zero_advantage = reference is None and not args.entropy_coef and not correction.needs_old_logp()
+            if baseline.whiten or baseline.optimal:                     # they move all advantages
+                skip_zero_advantage = False
             # the loss is on every token that was sampled: the stop token, and all of a truncated response
             minibatches = run.to_minibatches(
-                rollout, rollout.has_score, args.minibatches_per_step, max_tokens, step, has_gradient
+                rollout, rollout.has_score, args.minibatches_per_step, max_tokens, step, skip_zero_advantage
             )
 
             # 4 log-probs: the old policy's, where it is not the current one, and the reference's; advantages

@@ -30,8 +30,8 @@ Words, each with one meaning:
     group                the responses to one prompt
     mask [T]             True on tokens that the policy sampled and that count in the loss
     in_loss [S]          the response's tokens are in the loss and in its denominators
-    has_gradient [S]     some term of the loss has a gradient on the response
-    left out             in the loss, without a gradient: it does not run, and only counts in the denominators
+    left out             in the loss with advantage 0: it does not run, and only counts in the denominators
+    canary [S]           it could be left out and runs: a gradient on it ends the step
     NaN                  a reward or a score that does not exist; it is in no group's statistics
     fresh [S]            sampled in this step, by the current weights
     dropped              taken out before the loss, and counted by a metric

@@ -32,6 +32,7 @@ class Batch:
     number: Tensor = field(metadata=PER_RESPONSE)   # [S] int64, the sequence's number in the step
     row: Tensor | None = field(default=None, metadata=PER_RESPONSE)     # [S] int64, data row of prompts with images
     fresh: Tensor | None = field(default=None, metadata=PER_RESPONSE)   # [S] bool, sampled in this step
+    canary: Tensor | None = field(default=None, metadata=PER_RESPONSE)  # [S] bool, must have no gradient: it is watched
     rollout_logp: Tensor | None = field(default=None, metadata=PER_TOKEN)   # [T] float32, 0 where mask is False
     old_logp: Tensor | None = field(default=None, metadata=PER_TOKEN)       # [T] float32, like the next five
     ref_logp: Tensor | None = field(default=None, metadata=PER_TOKEN)
@@ -94,6 +95,15 @@ class Batch:
     @property
     def position_ids(self) -> Tensor:               # [T] int64, restarts at 0 with each sequence
         return torch.arange(len(self.tokens), device=self.tokens.device) - self.cu_seqlens[self.sequence_ids]
+
+    @property
+    def canary_mask(self) -> Tensor | None:         # [T] bool, the sampled tokens of canaries
+        return None if self.canary is None else self.canary[self.sequence_ids] & self.mask
+
+    @property
+    def measured(self) -> Tensor:                   # [T] bool, the tokens of which metrics tell: no canary's
+        canary = self.canary_mask
+        return self.mask if canary is None else self.mask & ~canary
 
     @cached_property                                # as the next two: else the host would wait for a GPU to tell
     def host_lengths(self) -> list[int]:            # [S] as `lengths`

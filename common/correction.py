@@ -163,7 +163,8 @@ def importance_weights(batch: Batch, logp: Tensor, config: CorrectionConfig, met
 def measure(meter: Meter, batch: Batch, logp: Tensor) -> None:
     """Adds how far the trainer's `logp` [T] is from `rollout_logp` in one micro-batch: `training/rollout_probs_diff_*`,
     and `rollout_corr/*` as means over tokens (kl, k3_kl, chi2_token) or over responses. ppl is exp(-mean log-prob)."""
-    mask, has_tokens = batch.mask, has_any(batch.mask, batch.cu_seqlens)                                    # [T], [S]
+    mask = batch.measured                                                                                   # [T]
+    has_tokens = has_any(mask, batch.cu_seqlens)                                                            # [S]
     log_ratio = _log_ratio(batch, logp)                                                                     # [T]
     for name, values in {
         "kl": -log_ratio,                                                     # of KL(rollout || old), as k3

@@ -20,7 +20,7 @@ Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean
 
 
 def token_weights(minibatch: Minibatch, aggregation: str, masks: Sequence[Tensor] | None = None, *,
-                  norm_length: float | None = None, counts_left_out: bool | None = None) -> list[Tensor]:
+                  norm_length: float | None = None) -> list[Tensor]:
     """The weight of each token in one term of the loss: a list of float32 [T], one a micro-batch. The sum of
     (values * weight).sum() over all micro-batches and ranks is then the mean or sum that `aggregation` names over the
     whole mini-batch, however it was cut. All ranks call it together.
@@ -30,18 +30,15 @@ def token_weights(minibatch: Minibatch, aggregation: str, masks: Sequence[Tensor
     sequences is one response). `norm_length`: the constant by which seq-mean-token-sum-norm divides, too. Where no
     token has a mask (every response was rejected), all weights are 0.
 
-    Responses that were left out of the mini-batch, because no term has a gradient on them, count in the denominators
-    of the default mask. With `masks`, `counts_left_out` says whether all their tokens belong to this term.
-    Raises ValueError if it must be given and is not, if a mask is True where the policy sampled nothing, and for
-    another `aggregation`."""
-    minibatch.check_advantages()
+    Responses that were left out of the mini-batch (skip_zero_advantage of run.to_minibatches) count in the denominators
+    with all tokens that the policy sampled. Raises ValueError for `masks` where some were, because nobody can ask them
+    for theirs, if a mask is True where the policy sampled nothing, and for another `aggregation`."""
     if aggregation not in get_args(Aggregation):
         raise ValueError(f"token_weights: {aggregation!r} must be one of {', '.join(get_args(Aggregation))}")
-    if masks is not None and minibatch.num_left_out and counts_left_out is None:
+    if masks is not None and minibatch.num_left_out:
         raise ValueError(
             f"token_weights with masks: {minibatch.num_left_out} responses of this mini-batch were left out because "
-            f"has_gradient is False for them, and this term may need them: let has_gradient be True for the responses "
-            f"of this term in run.to_minibatches, and give counts_left_out=False here (True: this mean counts them)"
+            f"their advantage is 0, and this term may need them: give skip_zero_advantage=False to run.to_minibatches"
         )
     divides = aggregation == "seq-mean-token-sum-norm"
     if divides and not (norm_length or 0) > 0:
@@ -53,7 +50,7 @@ def token_weights(minibatch: Minibatch, aggregation: str, masks: Sequence[Tensor
                              "is 0: combine it with microbatch.mask")
     used = [batch.mask for batch in minibatch] if masks is None else list(masks)
     # one entry more: dummies add their 0 somewhere, also where there are no responses
-    left_out = torch.nn.functional.pad(minibatch.left_out_lengths, (0, 1)) * (counts_left_out is not False)
+    left_out = torch.nn.functional.pad(minibatch.left_out_lengths, (0, 1))
     here = left_out.new_zeros(len(left_out), device=used[0].device)
     for batch, mask in zip(minibatch, used, strict=True):
         here.index_add_(0, batch.index.clamp(min=0), segment_sum(mask.double(), batch.cu_seqlens))

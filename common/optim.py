@@ -22,9 +22,12 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
 def optimizer_step(model: PackedModel, optimizer: torch.optim.Optimizer, lr: float, config: OptimConfig) -> float:
     """Clip, step, zero the gradients. Returns the global gradient norm before clipping.
 
-    A norm that is not finite changes nothing: the caller counts the skipped step. Too many in a row: RuntimeError.
+    A norm that is not finite changes nothing: the caller counts the skipped step. Too many in a row: RuntimeError. A
+    gradient on a canary: ValueError.
     """
     norm = clip_gradients(model.parameters(), config.max_grad_norm)
+    if not norm.isfinite():
+        model.check_canaries()
     if norm.isfinite():  # the norm is that of all shards, so all ranks step or none does
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -36,4 +39,5 @@ def optimizer_step(model: PackedModel, optimizer: torch.optim.Optimizer, lr: flo
                            f"max-skipped-steps): lower --optim.lr, look at actor/ppo_kl and "
                            f"training/rollout_probs_diff_max of the steps before")
     optimizer.zero_grad(set_to_none=True)  # also after a skipped step: its gradients must not reach the next one
+    model.canary_gradients.clear()
     return float(norm)

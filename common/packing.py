@@ -48,7 +48,8 @@ class Plan:
 
     rank: np.ndarray                                # [S] int64, the rank that trains on each response; -1: none
     minibatches: list[list[list[np.ndarray]]]       # [mini-batch][micro-batch][rank] -> responses, int64; none: a dummy
-    left_out: list[np.ndarray]                      # [mini-batch] -> its responses that no rank runs
+    left_out: list[np.ndarray]                      # [mini-batch] -> its sequences that no rank runs
+    is_canary: np.ndarray                           # [N] bool, sequences that run though they could be left out
 
 
 @dataclass
@@ -61,12 +62,14 @@ class Sequences:
     responses: np.ndarray | None = None             # int64, the response that it belongs to; None: one each
     groups: np.ndarray | None = None                # int64, its prompt's group, if prompts are shared
     prompt_lengths: np.ndarray | None = None        # int64, tokens of the prompt, if prompts are shared
+    can_watch: np.ndarray | None = None             # bool, may run as a canary, if it does not run anyway; None: none
 
     def __post_init__(self) -> None:
         self.lengths = np.asarray(self.lengths, dtype=np.int64)
         self.costs = np.asarray(self.costs, dtype=np.float64)
         self.runs = np.ones(len(self.lengths), dtype=bool) if self.runs is None else np.asarray(self.runs, dtype=bool)
         self.responses = np.arange(len(self.lengths)) if self.responses is None else np.asarray(self.responses)
+        self.can_watch = np.zeros_like(self.runs) if self.can_watch is None else self.can_watch & ~self.runs
         assert self.lengths.shape == self.costs.shape == self.runs.shape == self.responses.shape
         assert (self.lengths > 0).all() and (self.costs >= 0).all() and np.isfinite(self.costs).all()
 
@@ -81,18 +84,23 @@ def plan_step(sequences: Sequences, num_minibatches: int, world_size: int, max_t
     exceeds it, alone in its micro-batch. The i-th micro-batch of a rank is its i-th most expensive, because all
     ranks wait for the slowest rank. With `sequences.groups`, a group's responses stay together if they fit, and
     their prompt is counted once (--policy.share-prompt). Sequences that do not run keep their place in a mini-batch;
-    their rank is -1. A response's sequences are in the same mini-batch. `group_size` consecutive ranks run a
-    micro-batch together, of `group_size` times `max_tokens`; each brings some responses
-    (--policy.sequence-parallel)."""
+    their rank is -1. In each mini-batch one response of `sequences.can_watch`, drawn by the seed, runs nevertheless:
+    the canary. A response's sequences are in the same mini-batch. `group_size` consecutive ranks run a micro-batch
+    together, of `group_size` times `max_tokens`; each brings some responses (--policy.sequence-parallel)."""
     max_tokens *= group_size
     lengths, costs, runs = sequences.lengths, sequences.costs, sequences.runs
     num_responses = int(sequences.responses.max(initial=-1)) + 1
     rank_of = np.full(len(lengths), -1, dtype=np.int64)
-    minibatches, left_out = [], []
-    for dealt in np.array_split(np.random.default_rng(seed).permutation(num_responses), num_minibatches):
+    generator = np.random.default_rng(seed)
+    minibatches, left_out, is_canary = [], [], np.zeros(len(lengths), dtype=bool)
+    for dealt in np.array_split(generator.permutation(num_responses), num_minibatches):
         members = np.flatnonzero(np.isin(sequences.responses, dealt))
-        left_out.append(members[~runs[members]])
-        members = members[runs[members]]
+        candidates = np.unique(sequences.responses[members[sequences.can_watch[members]]])
+        if len(candidates):
+            is_canary |= sequences.responses == generator.choice(candidates)
+        runs_here = (runs | is_canary)[members]
+        left_out.append(members[~runs_here])
+        members = members[runs_here]
         units = _units(members, sequences, max_tokens)                                          # what stays together
         tokens = np.array([count for count, _ in units], dtype=np.int64)
         cost = np.array([math.fsum(costs[unit]) * count / math.fsum(lengths[unit]) for count, unit in units])
@@ -112,7 +120,7 @@ def plan_step(sequences: Sequences, num_minibatches: int, world_size: int, max_t
             for rank, members_of_rank in enumerate(of_ranks):
                 rank_of[members_of_rank] = rank
             minibatches[-1].append(of_ranks)
-    return Plan(rank_of, minibatches, left_out)
+    return Plan(rank_of, minibatches, left_out, is_canary)
 
 
 def _units(members: np.ndarray, sequences: Sequences, max_tokens: int) -> list[tuple[int, np.ndarray]]:

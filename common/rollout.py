@@ -4,8 +4,9 @@ A `Rollout` holds this rank's responses, and a few numbers of every response on 
 common/rollouts/scoring.py). `to_minibatches` sends each response to the rank that trains on it.
 
 Three ideas say what a response takes part in. A reward of NaN: it has no reward and is in no group's statistics.
-`in_loss` False: its tokens are in no loss and in no denominator. `has_gradient` False: it counts in the denominators
-and does not run through the model, because every term of the loss has the gradient 0 there; it is "left out".
+`in_loss` False: its tokens are in no loss and in no denominator. Left out, where the script says skip_zero_advantage:
+its advantage is 0 and so is the gradient of every term of the loss, so it counts in the denominators and does not run
+through the model. One of these in each mini-batch does run, the canary: a gradient on it ends the step.
 """
 
 import math
@@ -188,10 +189,8 @@ class Minibatch:
 
     microbatches: list[Batch]
     left_out_lengths: Tensor
-    """[S] float64, the same on every rank: sampled tokens of the responses of this mini-batch that are in the loss and
-    do not run, because no term has a gradient on them. They count in denominators. 0 for all others."""
-    dealt: list[tuple[Tensor, int]] = field(default_factory=list)
-    """The advantages with which the responses came, and each tensor's version, if some were left out."""
+    """[S] float64, the same on every rank: sampled tokens of the responses of this mini-batch that were left out. They
+    count in denominators. 0 for all others."""
 
     def __iter__(self) -> Iterator[Batch]:
         return iter(self.microbatches)
@@ -202,23 +201,6 @@ class Minibatch:
     @property
     def num_left_out(self) -> int:
         return int((self.left_out_lengths > 0).sum())
-
-    def remember_advantages(self) -> None:
-        """What `check_advantages` compares with."""
-        if self.num_left_out:
-            advantages = [batch.advantage for batch in self.microbatches]
-            self.dealt = [(x, 0 if x is None else x._version) for x in advantages]
-
-    def check_advantages(self) -> None:
-        """Raises ValueError if advantages were written after responses without one were left out: those that were left
-        out might have one now, and nothing would tell."""
-        for batch, (dealt, version) in zip(self.microbatches, self.dealt):
-            if batch.advantage is not dealt or (dealt is not None and dealt._version != version):
-                raise ValueError(
-                    f"advantages were written after {self.num_left_out} responses of this mini-batch had been left out "
-                    f"because theirs were 0: write rollout.batch.advantage before run.to_minibatches, or give "
-                    f"has_gradient=None to it, then all responses run"
-                )
 
 
 @dataclass
@@ -234,23 +216,21 @@ class Layout:
 
 
 def to_minibatches(rollout: Rollout, in_loss: Tensor, layout: Layout, step: int = -1,
-                   has_gradient: Tensor | None = None) -> list[Minibatch]:
+                   skip_zero_advantage: bool = False) -> list[Minibatch]:
     """Send every response to the rank that trains on it, with the fields of `rollout.batch`.
 
-    `in_loss` [S] bool: responses whose tokens are in the loss and in its denominators; no others run. `has_gradient`
-    [S] bool: responses on which some term of the loss has a gradient; those in the loss without one are left out: they
-    do not run through the model and only count in the denominators. None: all in the loss run. `step`: responses that
-    were sampled in another step are not `fresh`. Raises ValueError for a response that has an advantage and would be
-    left out."""
-    runs = in_loss if has_gradient is None else in_loss & has_gradient                              # [S]
+    `in_loss` [S] bool: responses whose tokens are in the loss and in its denominators; no others run. `step`: responses
+    that were sampled in another step are not `fresh`. `skip_zero_advantage`: those whose `rollout.batch.advantage` is 0
+    on all of their tokens are left out but for one of each mini-batch, the canary, and a gradient on that one makes
+    `Phase.optimizer_step` raise ValueError. It is for losses that are 0, with a gradient of 0, where the advantage is.
+    """
     batch = replace(rollout.batch, known={})
-    if has_gradient is not None:
-        advantage = torch.zeros(len(batch.tokens)) if batch.advantage is None else batch.advantage
-        lost = rollout.any_token((advantage != 0) & batch.mask) & in_loss & ~has_gradient           # [S]
-        if lost.any():
-            raise ValueError(f"response {int(lost.nonzero()[0])} has an advantage, but has_gradient is False for it, "
-                             f"so the update would leave it out: has_gradient must be True where "
-                             f"rollout.any_token(rollout.batch.advantage != 0) is")
+    runs = in_loss                                                                                  # [S]
+    if skip_zero_advantage:
+        if batch.advantage is None:
+            raise ValueError("skip_zero_advantage: rollout.batch.advantage must be written before run.to_minibatches, "
+                             "which leaves out responses by it")
+        runs = in_loss & rollout.any_token((batch.advantage != 0) & batch.mask)
     batch.fresh = rollout.step[batch.index] == step
     parts = rollout.sequences()
     batch.routing = routing_of(batch.lengths.tolist(), [part.routing for *_, part in parts])
@@ -258,46 +238,43 @@ def to_minibatches(rollout: Rollout, in_loss: Tensor, layout: Layout, step: int 
     known = torch.stack([batch.index.double(), batch.lengths.double(), prompt_lengths], dim=1)
     index, lengths, prompt_lengths = gather_numbers(known, batch.number).T                          # [N] of sequences
     index, lengths = index.long(), lengths.long().numpy()
-    sequence_runs = runs[index].numpy()
     world, share_prompt = layout.world, layout.share_prompt
+    counted_lengths = rollout.response_lengths * in_loss                                            # [S]
     sequences = Sequences(
-        lengths, sequence_cost(lengths, layout.hf_config), sequence_runs, index.numpy(),
+        lengths, sequence_cost(lengths, layout.hf_config), runs[index].numpy(), index.numpy(),
         rollout.group[index].numpy() if share_prompt else None, prompt_lengths.numpy(),
+        can_watch=(counted_lengths > 0)[index].numpy(),
     )
     plan = plan_step(sequences, layout.num_minibatches, world.size, layout.max_tokens, layout.seed, world.group_size)
-    batch = batch.select(torch.from_numpy(np.flatnonzero(sequence_runs[batch.number.numpy()])))
+    if skip_zero_advantage:
+        batch.canary = torch.from_numpy(plan.is_canary[batch.number.numpy()])
+    batch = batch.select(torch.from_numpy(np.flatnonzero(plan.rank[batch.number.numpy()] >= 0)))
     batch = exchange(batch, plan.rank[batch.number.numpy()])
-    counted_lengths = rollout.response_lengths * in_loss                                            # [S]
-    minibatches = [
+    return [
         Minibatch(
             [batch.microbatch(shares[world.rank]).to(world.device, share_prompt) for shares in planned],
             torch.zeros_like(counted_lengths).index_copy(0, index[left_out], counted_lengths[index[left_out]]),
         )
         for planned, left_out in zip(plan.minibatches, plan.left_out)
     ]
-    for minibatch in minibatches:
-        minibatch.remember_advantages()
-    return minibatches
 
 
 def scatter_fields(minibatches: list[Minibatch], advantages: Tensor | None = None, **values: Tensor) -> None:
     """Write per-token tensors [T] of `Batch.cat` over all micro-batches back into each of them.
 
-    With `advantage`, where responses were left out: `advantages` [S] are those of all responses. Raises ValueError if a
-    response that was left out has one there."""
+    With `advantage`, `advantages` [S] are those of all responses. Raises ValueError if one that was left out has an
+    advantage there."""
     microbatches = list(chain(*minibatches))
     for name, whole in values.items():
         for microbatch, share in zip(microbatches, whole.split([len(b.tokens) for b in microbatches])):
             setattr(microbatch, name, share.to(microbatch.tokens.device))
-    for minibatch in minibatches if "advantage" in values else []:
-        if minibatch.num_left_out and advantages is None:
-            minibatch.check_advantages()
-        if minibatch.num_left_out and ((minibatch.left_out_lengths > 0) & (advantages != 0)).any():
+    for minibatch in minibatches if advantages is not None else []:
+        if minibatch.num_left_out:  # else `advantages` may be of other units than responses
             lost = ((minibatch.left_out_lengths > 0) & (advantages != 0)).nonzero()[:, 0]
-            raise ValueError(f"response {int(lost[0])} was left out of the update, as its advantage was 0 when it was "
-                             f"scored, and now has the advantage {advantages[lost[0]]:.4g}: --run-zero-advantage runs "
-                             f"all responses")
-        minibatch.remember_advantages()
+            if len(lost):
+                raise ValueError(f"response {int(lost[0])} was left out of the update, as its advantage was 0 when it "
+                                 f"was scored, and now has the advantage {advantages[lost[0]]:.4g}: give "
+                                 f"skip_zero_advantage=False to run.to_minibatches")
 
 
 def sum_per_response(batch: Batch, x: Tensor, num_responses: int) -> Tensor:

@@ -45,8 +45,9 @@ class RunArgs(TrainArgs):
     eval_temperature: float = 1.0
     """Sampling temperature of these responses. 0: all are greedy. Needs --val-data and --eval-n."""
     run_zero_advantage: bool = False
-    """Run the responses through the model on which no term of the loss has a gradient, too. By default they are left
-    out: they count in the denominators, so the gradient is the same, but not in actor/ metrics."""
+    """Run the responses with advantage 0 through the model, too. By default they are left out where no term of the
+    loss has a gradient on them: they count in the denominators, so the gradient is the same, but not in actor/
+    metrics."""
 
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
@@ -174,13 +175,14 @@ class Run(Training):
         return rollout
 
     def to_minibatches(self, rollout: Rollout, in_loss: Tensor, num_minibatches: int, max_tokens: int, step: int,
-                       has_gradient: Tensor | None = None) -> list[Minibatch]:
-        """Send every response of `in_loss` to the rank that trains on it; see `rollout.to_minibatches`. Who runs
-        through the model is decided here, once a step: with --run-zero-advantage all, else by `has_gradient`."""
+                       skip_zero_advantage: bool = False) -> list[Minibatch]:
+        """Send every response of `in_loss` to the rank that trains on it. `skip_zero_advantage`: those whose advantage
+        is 0 do not run through the model and only count in the denominators, unless --run-zero-advantage; see
+        `rollout.to_minibatches`."""
         seed = seed_of(self.args.seed, step, "minibatches")
         layout = Layout(self.hf_config, self.world, num_minibatches, max_tokens, seed, self.policy.share_prompt)
-        runs = None if self.args.run_zero_advantage else has_gradient
-        minibatches = to_minibatches(rollout, in_loss, layout, step, runs)
+        skip = skip_zero_advantage and not self.args.run_zero_advantage
+        minibatches = to_minibatches(rollout, in_loss, layout, step, skip)
         self.train_set.take_images(rollout, minibatches)
         return minibatches
 

@@ -47,9 +47,9 @@ LAZY = ("openai.resources", "openai.resources.chat.completions", "anthropic.reso
         "httpcore", "httpcore2", "h11")
 """What the clients import at their first request: here it is imported once instead, before episodes are forked, which
 saves each 0.4 s of its 0.45 s of CPU."""
-TRUNCATED = """{} of the model's answers in this episode were cut off or found no room (--rollout.max-response-length, or \
-the request's own limit), on which many agents raise. By default such an episode is dropped, so that nothing teaches \
-the model to be shorter: --reward.on-error zero scores it with 0."""
+TRUNCATED = """{} of the model's answers in this episode were cut off or found no room \
+(--rollout.max-response-length, or the request's own limit), on which many agents raise. By default such an episode is \
+dropped, so that nothing teaches the model to be shorter: --reward.on-error zero scores it with 0."""
 DRAIN_S = 1.0  # after a program has ended, what it started may hold its output open
 
 Solve = Callable[[dict[str, Any]], Any]

@@ -23,7 +23,7 @@ DATA = ROOT / "data/word_problems/train.parquet"
 STEPS = 3
 SAME = 1e-4  # of two gradient norms in float32
 FAR = 0.5  # of a number in the script's data type and in float32: rounding of a tiny model is far below it
-FOUND = "the loss has a gradient on responses that were left out: let has_gradient be True for them"
+FOUND = "the loss has a gradient on responses that were left out: give skip_zero_advantage=False to run.to_minibatches"
 MODULES = ("common.run", "common.correction", "common.losses", "common.engine.hf", "pandas", "torch._dynamo",
            "transformers.models.llama.modeling_llama")
 """What takes long to import, for all runs at once."""

@@ -15,6 +15,7 @@ from common.model.lora import LoRALinear, is_adapter, merge
 from common.model.router_replay import Router
 from common.model.sequence_parallel import Row, make_row
 from common.model.vision import hidden_with_images
+from common.parallel.ranks import all_sum
 
 
 @dataclass
@@ -59,6 +60,7 @@ class PackedModel(nn.Module):
         self.folder = ""  # or hub name, from which its weights were read
         self.version = 0  # grows with every change of the weights, so the engine knows when its own are stale
         self.skipped_in_a_row = 0  # the latest optimizer steps whose gradient norm was not finite
+        self.canary_gradients: list[Tensor] = []  # of this mini-batch, bool: an output has a gradient on a canary
 
     def hidden_before(self, backbone: nn.Module, batch: Batch) -> tuple[Row, Tensor]:
         """The tokens of the micro-batch that run here, and the hidden states [N, H] that predict the sampled tokens."""
@@ -70,6 +72,34 @@ class PackedModel(nn.Module):
         tokens, positions = row.batch.tokens[row.run], row.batch.position_ids[row.run]                  # [t], [t]
         out = backbone(input_ids=tokens[None], position_ids=positions[None], use_cache=False, **row.layout)
         return row, out.last_hidden_state[0, row.before]
+
+    def watched(self, batch: Batch, *outputs: Tensor) -> tuple[Tensor, ...]:
+        """The outputs [T] of a forward pass. A gradient on the tokens of a canary becomes NaN: so the gradient norm,
+        which all ranks have anyway, tells of it without a wait for the device or a collective of its own."""
+        canary = batch.canary_mask
+        if canary is None or not torch.is_grad_enabled():
+            return outputs
+
+        def poisoned(gradient: Tensor) -> Tensor:
+            is_wrong = canary & (gradient.abs() > 0)  # NaN is no sign: it comes from what is not finite
+            self.canary_gradients.append(is_wrong.any())
+            return gradient.masked_fill(is_wrong, torch.nan)
+
+        for output in outputs:
+            if output.requires_grad:
+                output.register_hook(poisoned)
+        return outputs
+
+    def check_canaries(self) -> None:
+        """After a gradient norm that is not finite; all ranks call it. Raises ValueError if the cause is a gradient on
+        a canary."""
+        found = all_sum([sum(map(int, self.canary_gradients))])
+        if found.any():
+            raise ValueError(
+                "a response whose advantage is 0 has a gradient, and others like it were left out of this update "
+                "(skip_zero_advantage): a term of the loss is not proportional to the advantage, or advantages were "
+                "written after run.to_minibatches; give skip_zero_advantage=False to run.to_minibatches"
+            )
 
     def free_unsharded(self) -> None:
         """Free the unsharded weights, which FSDP2 would keep until a backward pass."""
@@ -106,7 +136,7 @@ class Policy(PackedModel):
         elif self.routers and not torch.is_grad_enabled():
             self.routing = row.routing(torch.stack([router.own for router in self.routers], dim=1))
         others = [logp, entropy] if also is None else [logp, entropy, also(hidden, head)]
-        return tuple(map(row.per_token, others))                                                # [T] each
+        return self.watched(batch, *map(row.per_token, others))                                 # [T] each
 
     @torch.no_grad()
     def hidden_states(self, batch: Batch) -> Tensor:
@@ -166,7 +196,8 @@ class Critic(PackedModel):
     def forward(self, batch: Batch) -> Tensor:
         """Values [T], float32, of the state in which each token was sampled; 0 where `batch.mask` is False."""
         row, hidden = self.hidden_before(self.backbone, batch)
-        return row.per_token(self.head(hidden.float())[:, 0])                                   # [T]
+        (value,) = self.watched(batch, row.per_token(self.head(hidden.float())[:, 0]))          # [T]
+        return value
 
     @torch.no_grad()
     def score(self, batch: Batch) -> Tensor:

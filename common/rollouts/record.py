@@ -93,10 +93,11 @@ def numbers_of_tokens(microbatch: Batch, sequences: list[int]) -> list[tuple[int
     }
     arrays = {name: values.cpu().numpy() for name, values in found.items() if values is not None}
     bounds = microbatch.cu_seqlens.tolist()
+    is_canary = [False] * len(microbatch) if microbatch.canary is None else microbatch.canary.tolist()
     return [
         (i, {name: values[bounds[s] : bounds[s + 1]] for name, values in arrays.items()})
         for s, (i, number) in enumerate(zip(microbatch.index.tolist(), microbatch.number.tolist()))
-        if 0 <= i < len(sequences) and number == sequences[i]
+        if 0 <= i < len(sequences) and number == sequences[i] and not is_canary[s]  # which was not trained
     ]
 
 

@@ -54,18 +54,19 @@ class Phase:
              stats: dict[str, Tensor] | None = None) -> None:
         """After the backward pass of a micro-batch. `output` [T]: log-probs or values; the error for one that is not
         finite names its response. `entropy` [T] and `stats`, numbers per token [T] by the metric's name, are averaged
-        where the mask is True. In the phase update_actor all of them are kept for the recorded rollouts."""
+        where the mask is True, canaries left out. In the phase update_actor all of them are kept for the recorded
+        rollouts."""
         self.outputs.append((microbatch, output.detach()))
         found = {name: values.detach() for name, values in (stats or {}).items()}
         for name, values in found.items():
-            self.run.meter.mean(name, values, microbatch.mask)
+            self.run.meter.mean(name, values, microbatch.measured)
         if entropy is not None:
-            self.run.meter.mean(f"{self.model}/entropy", entropy, microbatch.mask)
+            self.run.meter.mean(f"{self.model}/entropy", entropy, microbatch.measured)
             found["entropy"] = entropy.detach()
         if self.model == "actor":
             changed = self.run.policy.router_changed  # by --policy.router-replay
             if changed is not None:
-                self.run.meter.mean("actor/router_changed", changed, microbatch.mask)
+                self.run.meter.mean("actor/router_changed", changed, microbatch.measured)
             microbatch.last_pass = found | {"logp": output.detach()}  # type: ignore[misc]
         self._count()
 
@@ -73,8 +74,8 @@ class Phase:
                        first_step: int = 0) -> None:
         """One guarded step at the learning rate of `step`, in a schedule that begins at `first_step`. The rate, the
         gradient norm and skipped steps are logged. Raises ValueError, naming the response, for a log-prob, a value, an
-        advantage or a return that is not finite. Finiteness is checked only here, so that no micro-batch forces a
-        GPU-host sync."""
+        advantage or a return that is not finite, and for a gradient on a canary. Both are checked only here, so that no
+        micro-batch forces a GPU-host sync."""
         if not self.outputs:
             raise RuntimeError(f"no micro-batch was reported before this optimizer step: call {DONE} after each "
                                f"backward pass")

@@ -587,24 +587,22 @@ def left_out_lengths(lengths) -> torch.Tensor:
     return torch.tensor([0.0] * 6 + list(lengths), dtype=F64)
 
 
-@pytest.mark.parametrize("left_out", LEFT_OUT)
-@pytest.mark.parametrize(("with_masks", "counts_left_out"), [(False, True), (True, False), (True, True)])
+@pytest.mark.parametrize(("with_masks", "left_out"), [(False, "none"), (False, "two"), (True, "none")])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_token_weights_match_a_loop(aggregation, with_masks, counts_left_out, left_out):
-    """With or without left-out responses and masks of its own, for any cut, with a dummy among the micro-batches."""
+def test_token_weights_match_a_loop(aggregation, with_masks, left_out):
+    """With left-out responses or masks of its own, for any cut, with a dummy among the micro-batches."""
     batch = episodes()
     values, sums = torch.arange(len(batch.tokens)).double().sin(), []
     batch.value = values
     (used,) = own_masks([batch]) if with_masks else [batch.mask]
     assert 0 < int(used.sum()) <= int(batch.mask.sum())
-    lengths = LEFT_OUT[left_out] if counts_left_out else ()
-    want = slow_weights(by_response([batch], [used]), aggregation, lengths)
+    want = slow_weights(by_response([batch], [used]), aggregation, LEFT_OUT[left_out])
     for cuts in EPISODE_CUTS:
         microbatches = [*pieces(batch, [list(cut) for cut in cuts]), batch.dummy()]
         minibatch = Minibatch(microbatches, left_out_lengths(LEFT_OUT[left_out]))
         arguments = {"norm_length": NORM} if aggregation.endswith("norm") else {}
         if with_masks:
-            arguments |= {"masks": own_masks(microbatches), "counts_left_out": counts_left_out}
+            arguments |= {"masks": own_masks(microbatches)}
         weights = token_weights(minibatch, aggregation, **arguments)
         assert {weight.dtype for weight in weights} == {F32}
         assert not weights[-1].any()                                       # the dummy's
@@ -615,29 +613,12 @@ def test_token_weights_match_a_loop(aggregation, with_masks, counts_left_out, le
     assert sums == pytest.approx([sums[0]] * len(sums), rel=1e-12)
 
 
-def test_the_mean_over_a_term_depends_on_whether_those_left_out_belong_to_it():
-    """Six responses run, four of them in this term; two were left out: means over four or over six responses."""
+def test_masks_and_leaving_out_exclude_each_other():
+    """What was left out cannot be asked for its mask: also where the mask is the default one."""
     batch = episodes()
-    minibatch = Minibatch([batch], left_out_lengths((5, 11)))
-    masks = own_masks([batch])
-    responses = len({i for i, row in by_response([batch], masks).items() if any(row)})
-    assert responses == 4                                                  # 3 has no sampled token, 4 no token here
-    tokens = int(masks[0].sum())
-    for counts_left_out, num_responses, num_tokens in ((False, 4, tokens), (True, 6, tokens + 16)):
-        means = {name: token_weights(minibatch, name, masks, counts_left_out=counts_left_out)[0]
-                 for name in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")}
-        assert means["token-mean"].max().item() == pytest.approx(1 / num_tokens)
-        assert means["seq-mean-token-sum"].max().item() == pytest.approx(1 / num_responses)
-        assert means["seq-mean-token-mean"].double().sum().item() == pytest.approx(4 / num_responses)
-
-
-def test_masks_need_to_know_of_the_responses_that_were_left_out():
-    batch = episodes()
-    minibatch = Minibatch([batch], left_out_lengths((5, 11)))
-    with pytest.raises(ValueError, match=r"(?s)2 responses .*has_gradient is False.*counts_left_out=False"):
-        token_weights(minibatch, "token-mean", [batch.mask])
-    assert torch.equal(token_weights(minibatch, "token-mean")[0],          # the default mask counts them
-                       token_weights(minibatch, "token-mean", [batch.mask], counts_left_out=True)[0])
+    for masks in ([batch.mask], own_masks([batch])):
+        with pytest.raises(ValueError, match=r"2 responses .*left out.*give skip_zero_advantage=False"):
+            token_weights(Minibatch([batch], left_out_lengths((5, 11))), "token-mean", masks)
     every_ran = Minibatch([batch], left_out_lengths(()))
     assert torch.equal(token_weights(every_ran, "token-mean", [batch.mask])[0],
                        token_weights(every_ran, "token-mean")[0])
@@ -671,11 +652,9 @@ def test_a_constant_to_divide_by_must_be_given(norm_length):
 def test_a_term_without_tokens_has_the_weight_0(aggregation):
     microbatches = pieces(episodes(), [[0, 1, 2, 3], [4, 5, 6, 7]])
     none = [torch.zeros_like(batch.mask) for batch in microbatches]
-    for lengths, counts_left_out in (((), None), ((5,), False), ((5,), True)):
-        minibatch = Minibatch(microbatches, left_out_lengths(lengths))
-        weights = token_weights(minibatch, aggregation, none, norm_length=NORM, counts_left_out=counts_left_out)
-        assert [len(weight) for weight in weights] == [len(batch.tokens) for batch in microbatches]
-        assert not any(weight.any() for weight in weights)
+    weights = token_weights(Minibatch(microbatches, left_out_lengths(())), aggregation, none, norm_length=NORM)
+    assert [len(weight) for weight in weights] == [len(batch.tokens) for batch in microbatches]
+    assert not any(weight.any() for weight in weights)
 
 
 def test_segment_helpers():

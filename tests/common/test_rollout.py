@@ -18,7 +18,6 @@ from transformers import AutoTokenizer, LlamaConfig
 from common.batch import Batch
 from common.correction import CorrectionConfig, measure
 from common.engine.base import Engine, RolloutConfig, SamplingConfig, validation_sampling
-from common.losses import token_weights
 from common.metrics import Meter, Timer
 from common.parallel.ranks import seed_of
 from common.prompts import Prompt
@@ -280,25 +279,93 @@ def test_an_episode_that_failed_has_no_score_of_a_reward_model_alone(world, on_e
     assert meter.reduce()["reward/error_frac"] == 2 / 4
 
 
-def deal(rollout, world, has_gradient=None, num_minibatches=1, in_loss=None, step=-1, **more):
+def deal(rollout, world, skip_zero_advantage=False, num_minibatches=1, in_loss=None, step=-1, **more):
     """Mini-batches of the responses that have a score."""
     in_loss = rollout.has_score if in_loss is None else in_loss
     layout = Layout(LLAMA, world, num_minibatches, **{"max_tokens": 99, "seed": 0} | more)
-    return to_minibatches(rollout, in_loss, layout, step, has_gradient)
+    return to_minibatches(rollout, in_loss, layout, step, skip_zero_advantage)
 
 
-def test_responses_that_run_nowhere_count_if_they_are_in_the_loss(world):
-    """Responses of 1 to 8 tokens in two mini-batches: 2 and 7 have no score, 3 and 8 have one and need not run."""
-    scores = torch.tensor([1, torch.nan, 1, 1, 1, 1, torch.nan, 1])
-    rollout = gather_rollout(make_samples(scores.tolist(), rows=[0, 1, 2, 3]))
-    has_gradient = torch.tensor([1, 1, 0, 1, 1, 1, 1, 0], dtype=torch.bool)
-    minibatches = deal(rollout, world, has_gradient, num_minibatches=2)
-    ran = [int(batch.mask.sum()) for minibatch in minibatches for batch in minibatch]
-    assert sum(ran) == 1 + 4 + 5 + 6
-    left_out = torch.stack([minibatch.left_out_lengths for minibatch in minibatches])      # [mini-batch, S]
-    assert left_out.sum(0).tolist() == [0, 0, 3, 0, 0, 0, 0, 8]
-    assert [len(minibatch.left_out_lengths) for minibatch in minibatches] == [8, 8]
-    assert sum(minibatch.num_left_out for minibatch in minibatches) == 2
+def with_advantages(advantages: list[float], scores: list[float] | None = None) -> Rollout:
+    """Responses of 1, 2, 3 ... tokens."""
+    rollout = gather_rollout(make_samples([1.0] * len(advantages) if scores is None else scores, group_size=4,
+                                          rows=[*range(len(advantages) // 4)]))
+    rollout.batch.advantage = rollout.to_tokens(torch.tensor(advantages))
+    return rollout
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("max_tokens", [9, 40, 999])
+def test_of_those_without_an_advantage_one_of_each_minibatch_runs(world, seed, max_tokens):
+    """Of 20 responses 4 have no score, and run and count nowhere; of the others the left out ones count."""
+    generator = np.random.default_rng(seed)
+    advantages = generator.choice([0.0, 0.0, 0.5, -1.0], 20).tolist()
+    scores = [math.nan if i in (2, 7, 11, 12) else 1.0 for i in range(20)]
+    rollout = with_advantages(advantages, scores)
+    minibatches = deal(rollout, world, True, num_minibatches=3, max_tokens=max_tokens, seed=seed)
+    counted, watched = torch.zeros(20), []
+    for minibatch in minibatches:
+        batch = Batch.cat(minibatch.microbatches).select(range(len(Batch.cat(minibatch.microbatches))))
+        canaries = batch.index[batch.canary].tolist()
+        has_idle = [i for i in minibatch.left_out_lengths.nonzero()[:, 0].tolist() if minibatch.num_left_out]
+        assert len(canaries) <= 1 and (canaries or not has_idle)
+        assert all(advantages[i] == 0 and math.isfinite(scores[i]) for i in canaries + has_idle)
+        assert all(advantages[i] or i in canaries for i in batch.index.tolist() if i >= 0)
+        assert torch.equal(batch.measured, batch.mask & ~torch.isin(batch.index[batch.sequence_ids],
+                                                                    torch.tensor(canaries, dtype=torch.int64)))
+        counted += minibatch.left_out_lengths
+        counted.index_add_(0, batch.index.clamp(min=0), batch.mask.float() @ torch.nn.functional.one_hot(
+            batch.sequence_ids, len(batch)).float())
+        watched += canaries
+    assert counted.tolist() == [0.0 if math.isnan(score) else i + 1 for i, score in enumerate(scores)]
+    assert watched and len(watched) == len(set(watched))
+
+
+def test_another_canary_in_another_step(world):
+    """It is drawn from all that could be left out, so that what touches only some of them is found in the end."""
+    rollout, found = with_advantages([0.0] * 7 + [1.0]), set()
+    for seed in range(60):
+        (minibatch,) = deal(rollout, world, True, seed=seed)
+        found |= {int(i) for batch in minibatch for i in batch.index[batch.canary]}
+    assert found == {*range(7)}
+
+
+def test_a_response_without_tokens_is_no_canary(world):
+    samples = make_samples([1.0] * 4)
+    for sample in samples[:3]:
+        sample.response = Response([], [], "length")
+    rollout = gather_rollout(samples)
+    rollout.batch.advantage = torch.zeros(len(rollout.batch.tokens))
+    (minibatch,) = deal(rollout, world, True)
+    assert [batch.index.tolist() for batch in minibatch] == [[3]] and minibatch.num_left_out == 0
+
+
+def test_all_sequences_of_an_episode_are_its_canary(world):
+    samples = make_samples([1.0] * 2)
+    earlier = Response([7] * 3, [-0.5] * 3, "stop")
+    earlier.prompt = [5, 5]
+    samples[0].response.earlier.append(earlier)
+    rollout = gather_rollout(samples)
+    rollout.batch.advantage = rollout.to_tokens(torch.tensor([0.0, 1.0]))
+    (minibatch,) = deal(rollout, world, True)
+    batch = Batch.cat(minibatch.microbatches)
+    assert (batch.index.tolist(), batch.canary.tolist()) == ([0, 0, 1], [True, True, False])
+
+
+def test_an_advantage_on_some_of_the_tokens_is_one(world):
+    rollout = with_advantages([0.0] * 4)
+    rollout.batch.advantage[rollout.batch.cu_seqlens[3:].long() - 1] = 0.5          # the last tokens of the last two
+    (minibatch,) = deal(rollout, world, True)
+    (batch,) = minibatch
+    assert {2, 3} < set(batch.index.tolist()) and len(batch) == 3 and minibatch.num_left_out == 1
+    rollout.batch.advantage = (~rollout.batch.mask).float()                         # on prompts, where nothing reads it
+    (minibatch,) = deal(rollout, world, True)
+    assert minibatch.num_left_out == 3
+
+
+def test_advantages_must_be_there_to_be_skipped(world):
+    with pytest.raises(ValueError, match=r"rollout.batch.advantage must be written before run.to_minibatches"):
+        deal(gather_rollout(make_samples([1.0] * 4)), world, True)
 
 
 def test_groups_are_joined_taken_and_numbered_anew(world):
@@ -368,88 +435,31 @@ def test_the_mean_of_equal_values_is_that_value(value):
     assert is_constant(x, group).tolist() == [True] + [True] * (len(x) - 65) + [False] * 64
 
 
-def test_only_responses_without_an_advantage_are_left_out(world):
-    """Groups of rewards 1 1 and 0 1, and one of which one response is lost: the equal ones run nowhere."""
-    rollout = gather_rollout(make_samples([1, 1, 0, 1, float("nan"), 1]))
-    advantages = (rollout.scores - group_mean(rollout.scores, rollout.group)).nan_to_num()
-    assert advantages.tolist() == [0, 0, -0.5, 0.5, 0, 0]
-    rollout.batch.advantage = rollout.batch.to_tokens(advantages)
-    has_gradient = rollout.any_token(rollout.batch.advantage != 0)
-    assert has_gradient.nonzero()[:, 0].tolist() == [2, 3]
-    (minibatch,) = deal(rollout, world, has_gradient)
-    assert minibatch.left_out_lengths.tolist() == [1, 2, 0, 0, 0, 6]
-    (every,) = deal(rollout, world)
-    assert not every.left_out_lengths.any() and every.num_left_out == 0
-    fork = (rollout.scores - 0.5).nan_to_num()                             # constant groups have an advantage, too
-    rollout.batch.advantage = rollout.batch.to_tokens(fork)
-    with pytest.raises(ValueError, match=r"response 0 has an advantage, but has_gradient is False for it, so the"):
-        deal(rollout, world, has_gradient)
-    deal(rollout, world)                                                   # all run
-    in_loss = rollout.has_score.clone()
-    in_loss[[0, 1, 5]] = False
-    (minibatch,) = deal(rollout, world, has_gradient, in_loss=in_loss)     # those count in no denominator
-    assert not minibatch.left_out_lengths.any()
-    rollout.batch.advantage = (~rollout.batch.mask).float()                # on prompts, where nothing reads it
-    deal(rollout, world, torch.zeros(6, dtype=torch.bool))
-
-
-ADVANTAGES = torch.tensor([0, 1.0, 0, 0.5, 0, -0.5])
+ADVANTAGES = torch.tensor([0, 1.0, 0, 0.5, 0, -0.5, 0, 0])
 
 
 def dealt(world, every: bool = False):
-    """Six responses in two mini-batches; 0, 2 and 4 are left out unless `every` one runs."""
-    rollout = gather_rollout(make_samples([1.0] * 6))
-    rollout.batch.advantage = rollout.batch.to_tokens(ADVANTAGES)
-    return deal(rollout, world, None if every else ADVANTAGES != 0, num_minibatches=2, max_tokens=12)
-
-
-def assigned(microbatch):
-    microbatch.advantage = microbatch.advantage.clone()
-
-
-def in_place(microbatch):
-    microbatch.advantage += 1
-
-
-@pytest.mark.parametrize("write", [assigned, in_place])
-def test_advantages_must_not_be_written_after_responses_were_left_out(world, write):
-    """In either mini-batch, and in the last micro-batch of several."""
-    for number in range(2):
-        minibatches = dealt(world)
-        assert minibatches[number].num_left_out == 1 + number and len(minibatches[0]) == 2
-        for minibatch in minibatches:
-            token_weights(minibatch, "token-mean")                         # nothing was written
-        write(minibatches[number].microbatches[-1])
-        token_weights(minibatches[1 - number], "token-mean")
-        message = r"written after \d responses of this mini-batch had been left out .* before run.to_minibatches"
-        with pytest.raises(ValueError, match=message):
-            token_weights(minibatches[number], "token-mean")
-    minibatches = dealt(world, every=True)
-    for microbatch in itertools.chain(*minibatches):
-        write(microbatch)
-    for minibatch in minibatches:
-        token_weights(minibatch, "token-mean")
+    """Eight responses in two mini-batches; three of those without an advantage are left out unless `every` one runs."""
+    return deal(with_advantages(ADVANTAGES.tolist()), world, not every, num_minibatches=2, max_tokens=12)
 
 
 def test_advantages_that_are_scattered_must_be_0_for_those_left_out(world):
     """`scatter_fields` is given those of all responses, and refuses where it is not."""
-    def scattered(minibatches, advantages, whole=None):
+    def scattered(minibatches, advantages, whole):
         batch = Batch.cat(list(itertools.chain(*minibatches)))
-        scatter_fields(minibatches, advantages, advantage=batch.to_tokens(ADVANTAGES if whole is None else whole))
+        scatter_fields(minibatches, advantages, advantage=batch.to_tokens(whole))
         return batch
 
     minibatches = dealt(world)
+    left_out = [i for minibatch in minibatches for i in minibatch.left_out_lengths.nonzero()[:, 0].tolist()]
+    assert len(left_out) == 3
     batch = scattered(minibatches, ADVANTAGES, 2 * ADVANTAGES)
     assert torch.equal(Batch.cat(list(itertools.chain(*minibatches))).advantage, 2 * batch.advantage)
-    for minibatch in minibatches:
-        token_weights(minibatch, "token-mean")                             # these are the ones that were dealt now
-    fork = ADVANTAGES + torch.tensor([0, 0, 0, 0, 0.25, 0])
-    with pytest.raises(ValueError, match=r"response 4 was left out .* now has the advantage 0.25: --run-zero-adv"):
-        scattered(dealt(world), fork, fork)
-    minibatches = dealt(world)
-    with pytest.raises(ValueError, match="advantages were written after"):
-        scattered(minibatches, None)
-    scattered(dealt(world, every=True), fork, fork)                        # all run
+    for i in left_out:
+        fork = ADVANTAGES.index_add(0, torch.tensor([i]), torch.tensor([0.25]))
+        with pytest.raises(ValueError, match=rf"response {i} was left out .* now has the advantage 0.25: give skip_z"):
+            scattered(dealt(world), fork, fork)
+        scattered(dealt(world, every=True), fork, fork)                    # all run
     minibatches = dealt(world)
     scatter_fields(minibatches, value=Batch.cat(list(itertools.chain(*minibatches))).mask.float())
     assert all(torch.equal(b.value, b.mask.float()) for b in itertools.chain(*minibatches))
@@ -492,7 +502,8 @@ def test_own_fields_travel_with_the_responses(world):
     assert check_own_fields(batch.to("cpu")) == check_own_fields(replace(batch)) == [*range(6)]
     both = Batch.cat([batch.select([3, 1]), batch.dummy(), batch.select([0])])
     assert check_own_fields(both) == [3, 1, -1, 0] and check_own_fields(both.sort()) == [0, 1, 3]
-    minibatches = deal(rollout, world, torch.tensor([1, 1, 0, 1, 1, 1]) > 0, num_minibatches=2, max_tokens=9)
+    in_loss = torch.tensor([1, 1, 0, 1, 1, 1]) > 0
+    minibatches = deal(rollout, world, num_minibatches=2, in_loss=in_loss, max_tokens=9)
     found = [check_own_fields(microbatch) for microbatch in itertools.chain(*minibatches)]
     assert sorted(itertools.chain(*found)) == [0, 1, 3, 4, 5] and len(found) > 2
     with pytest.raises(ValueError, match=r"extra.place, extra.three, response_extra.seven is in some of the batches"):

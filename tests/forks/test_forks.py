@@ -90,7 +90,7 @@ def test_a_diff_that_does_not_fit_is_refused():
 
 def test_the_lines_are_counted():
     """The document says how many lines each fork has: beside a flag's two and changed imports, what is added."""
-    numbers = {"One": 1, "Two": 2, "Three": 3, "Four": 4, "Seven": 7, "Ten": 10}
+    numbers = {"One": 1, "Two": 2, "Three": 3, "Four": 4, "Six": 6, "Seven": 7, "Ten": 10}
     texts = re.findall(r"^## .*?\n(\w+) lines?(.*?)\n```", DOCUMENT.read_text(), re.S | re.M)
     assert len(texts) == len(documented())
     for (number, text), diff in zip(texts, documented().values()):
@@ -211,13 +211,11 @@ def sft_loss(rows: list[dict]) -> float:
 
 
 def test_a_second_loss_with_a_mask_of_its_own(start, unchanged):
-    """Correct responses run, others without an advantage do not; the mean is over their tokens, on two ranks too."""
+    """The mean is over the tokens of correct responses, with and without an advantage, on two ranks too."""
     run = start(SFT, *STOPS, *UNSAVED, ranks=2)
     for step, numbers in enumerate(metrics_of(run), 1):
         rows = rows_of(run, step)
-        advantages = group_advantages(rows)
-        assert [row["trained"] is not None for row in rows] == [
-            row["score"] > 0 or abs(x) > 0 for row, x in zip(rows, advantages)]
+        assert all(row["trained"] is not None for row in rows)
         assert numbers["actor/sft_loss"] == pytest.approx(0.1 * sft_loss(rows), rel=1e-4)
     rows, first = rows_of(unchanged), metrics_of(unchanged)[0]
     assert any(row["score"] > 0 and row["trained"] is None for row in rows)    # what would be missing
@@ -227,11 +225,22 @@ def test_a_second_loss_with_a_mask_of_its_own(start, unchanged):
 
 # --------------------------------------------------------------------------- careless ones
 
-def test_an_advantage_that_comes_too_late_is_refused(start):
-    said = said_by(start("process_after_dealing", "--reward.function", PROCESS, *UNSAVED, check=False))
-    assert re.fullmatch(r"error: advantages were written after \d+ responses of this mini-batch had been left out "
-                        r"because theirs were 0: write rollout.batch.advantage before run.to_minibatches, or give "
-                        r"has_gradient=None to it, then all responses run", said)
+CANARY = ("error: a response whose advantage is 0 has a gradient, and others like it were left out of this update "
+          "(skip_zero_advantage): a term of the loss is not proportional to the advantage, or advantages were written "
+          "after run.to_minibatches; give skip_zero_advantage=False to run.to_minibatches")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("fork", "wrong_step"), [
+    ("process_after_dealing", 1), ("process_in_the_loss", 1), ("bonus_from_the_second_step", 2),
+    ("average_left_out", 2),                                        # it is the policy in the first step
+])
+def test_a_gradient_on_what_was_left_out_ends_the_first_wrong_step(start, fork, wrong_step, ranks):
+    """Before its optimizer step, on whichever rank it is."""
+    done = start(fork, "--reward.function", PROCESS, *UNSAVED, ranks=ranks, check=False)
+    lines = [line.removeprefix("[rank 0] ").removeprefix("[rank 1] ") for line in done.stderr.splitlines()]
+    assert done.returncode and CANARY in lines, done.stderr
+    assert len(re.findall(r"^step +\d", done.stdout, re.M)) == wrong_step - 1
 
 
 def test_a_selection_that_comes_too_late_is_refused(start):
@@ -242,9 +251,8 @@ def test_a_selection_that_comes_too_late_is_refused(start):
 
 def test_a_mask_of_what_was_left_out_is_refused(start):
     said = said_by(start("sft_left_out", *STOPS, *UNSAVED, check=False))
-    assert re.fullmatch(r"error: token_weights with masks: \d+ responses .* were left out because has_gradient is "
-                        r"False for them, .* let has_gradient be True for the responses of this term in "
-                        r"run.to_minibatches, and give counts_left_out=False here .*", said)
+    assert re.fullmatch(r"error: token_weights with masks: \d+ responses of this mini-batch were left out because "
+                        r"their advantage is 0, .* give skip_zero_advantage=False to run.to_minibatches", said)
 
 
 def test_a_field_that_would_be_lost_is_refused(start):
@@ -256,25 +264,24 @@ def test_a_field_that_would_be_lost_is_refused(start):
 
 def test_fields_of_a_forks_own_reach_the_rank_that_trains(start):
     """The fork compares them there, on both ranks."""
-    run = start("own_field", *STOPS, *UNSAVED, ranks=2)
+    run = start("own_field", *STOPS, *UNSAVED, "--run-zero-advantage", ranks=2)
     for step, numbers in enumerate(metrics_of(run), 1):
         assert numbers["mine/responses"] == sum(row["trained"] is not None for row in rows_of(run, step)) > 0
 
 
-@pytest.mark.parametrize("fork", ["process_in_the_loss", "sft_only_those_that_run", "average_left_out", SFT,
-                                  PROCESS_REWARD])
-def test_a_gradient_on_what_was_left_out_is_found(start, fork):
-    """What nothing can see while it runs: the comparison of `make try` and `make test`. A moving average is the policy
-    in the first step."""
-    flags = ["--reward.function", PROCESS, *UNSAVED]
+@pytest.mark.parametrize("fork", ["sft_only_those_that_run", SFT, PROCESS_REWARD, ENTROPY])
+def test_the_same_gradient_with_all_responses(start, fork):
+    """The comparison of `make try` and `make test`: it finds a term on a few responses, none of which is the canary."""
+    reward = PROCESS if fork == PROCESS_REWARD else BY_LENGTH
+    flags = ["--reward.function", reward, *UNSAVED, "--total-steps", "1"]
     said = try_script.compare(start(fork, *flags), start(fork, *flags, "--run-zero-advantage"))
-    step = 2 if fork == "average_left_out" else 1
+    none_left_out = "not compared: in each step all responses ran, or no response has a gradient"
     expected = {
-        SFT: r"the same gradient norms, [\d.]+ in step 1.*, with --run-zero-advantage; [1-9]\d* responses were left "
-             r"out without it",
-        PROCESS_REWARD: "not compared: in each step all responses ran, or no response has a gradient",
-    }.get(fork, r"the loss has a gradient on responses that were left out: let has_gradient be True for them "
-                rf"\(gradient norm of step {step} [\d.]+, with --run-zero-advantage [\d.]+\); or it is divided by .*")
+        ENTROPY: r"the same gradient norms, [\d.]+ in step 1, with --run-zero-advantage; [1-9]\d* responses were left "
+                 r"out without it",
+        PROCESS_REWARD: none_left_out, SFT: none_left_out,
+    }.get(fork, r"the loss has a gradient on responses that were left out: give skip_zero_advantage=False to "
+                r"run.to_minibatches \(gradient norm of step 1 [\d.]+, with --run-zero-advantage [\d.]+\); or it is .*")
     assert re.fullmatch(expected, said), said
 
 
