@@ -21,7 +21,7 @@ import torch.distributed as dist
 import tyro
 from torch import Tensor, get_device_module
 
-from common.checkpoint.best import better, choose_metric, write_best
+from common.checkpoint.best import better, choose_metric, is_loss, write_best
 from common.checkpoint.choice import choose
 from common.checkpoint.export import write_files
 from common.checkpoint.files import complete_checkpoints, entry_of, read_checkpoint, remove, sync, write_manifest
@@ -253,7 +253,7 @@ class Checkpoints:
             return {}
         if not self.metric:
             self.metric = choose_metric(results, self.config.best_metric)
-            what = "lowest" if self.metric.endswith("loss") else "highest"
+            what = "lowest" if is_loss(self.metric) else "highest"
             print_on_main(self.world, f"the checkpoint with the {what} {self.metric} is kept (--save.best-metric)")
             if self.best.get("metric") != self.metric:          # an earlier start ranked by another one
                 self.best = {}

@@ -40,6 +40,17 @@ def on_disk(run_dir) -> list[int]:
     return [int(name.removeprefix("step_")) for name in names(run_dir)]
 
 
+@pytest.mark.parametrize(("metric", "lower_is_better"), [
+    ("val/loss", True), ("val-aux/a/format_loss/mean@4", True), ("val-aux/a/loss/greedy", True),
+    ("val-aux/reward/kl_loss", True), ("val-aux/hair_loss/reward/mean@4", False), (MEAN, False), (GREEDY, False),
+    ("val-core/loss/acc/best@4/mean", False), ("val-aux/a/reward/mean@4", False)])
+def test_of_a_loss_the_lowest_is_the_best(metric, lower_is_better):
+    """Of any number called so that a reward function returns, too."""
+    higher = best.better(2, {metric: 2.0}, metric, {"value": 1.0})
+    lower = best.better(2, {metric: 0.5}, metric, {"value": 1.0})
+    assert (bool(lower), bool(higher)) == (lower_is_better, not lower_is_better)
+
+
 @pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize(("values", "kept", "found"), [
     ([0.2, 0.9, 0.5, None, 0.7], [2, 5], 2),
