@@ -8,7 +8,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from datetime import date
@@ -31,8 +30,8 @@ from common.rollouts.validation import Scored, best_at, majority, metrics_of_all
 from tools.model_source import fingerprint
 from tools.terminal import visible
 
-OWN = {"row": pa.int32(), "greedy": pa.bool_(), "acc": pa.float64(), "counted_reward": pa.float64(), "vote": pa.string(),
-       "num_sampled": pa.int32(), "question": pa.string(), "details": pa.string()}
+OWN = {"row": pa.int32(), "greedy": pa.bool_(), "acc": pa.float64(), "counted_reward": pa.float64(),
+       "vote": pa.string(), "num_sampled": pa.int32(), "question": pa.string(), "details": pa.string()}
 """Columns that an evaluation has beside those of RUN/rollouts: the row in the data set, whether the response is greedy,
 what validation counts (exactly), the tokens that the model sampled, and what identifies the question: its messages and
 ground truth, and its details (images and extra_info)."""
@@ -146,12 +145,12 @@ class Answer(NamedTuple):
     prompt: str
     details: str | None = None  # an evaluation of an earlier version has none
     reward: float | None = None  # None: it is the acc
-    numbers: dict[str, float] = {}
+    numbers: dict[str, float] | None = None
 
     @property
     def counted(self) -> Scored:
         reward = self.acc if self.reward is None else self.reward
-        return Scored(self.data_source, self.group, self.acc, self.vote, reward, self.numbers)
+        return Scored(self.data_source, self.group, self.acc, self.vote, reward, self.numbers or {})
 
 
 def question_of(sample: Sample) -> str:
@@ -214,9 +213,10 @@ def read_answers(folder: Path) -> tuple[list[Answer], list[dict[str, Any]]]:
 
 
 def answer_of(row: dict[str, Any]) -> Answer:
-    """An evaluation of an earlier version has no counted_reward, only the score as float32."""
+    """An evaluation of an earlier version has no counted_reward, only the score as float32, which the acc may be."""
     score, parts = row.pop("score"), row.pop("reward_parts")
-    reward = row.pop("counted_reward", float(np.nan_to_num(score)))
+    rounded = float(np.nan_to_num(score))
+    reward = row.pop("counted_reward", row["acc"] if rounded == np.float32(row["acc"]) else rounded)
     return Answer(**row, reward=reward, numbers=numbers_of(json.loads(parts)))
 
 
@@ -413,13 +413,15 @@ def told_apart(texts: list[str]) -> list[str]:
     """Each text as one short line. Texts that begin alike, with an instruction or an example, are shown from the word
     on in which they differ, unless all of a text fits."""
     lines = [" ".join(text.split()) for text in texts]
-    shared = os.path.commonprefix(lines) if len(set(lines)) > 1 else ""
-    start = shared.rfind(" ") + 1
-    shown = []
+    shown, start = [], 0
+    if len(set(lines)) > 1:
+        first, last = min(lines), max(lines)            # all lines have the beginning that these two share
+        num_shared = next((i for i, (a, b) in enumerate(zip(first, last)) if a != b), len(first))
+        start = first.rfind(" ", 0, num_shared) + 1
     for line in lines:
-        first = start if len(line) > MOST_CHARACTERS else 0
-        part = line[first : first + MOST_CHARACTERS]
-        shown.append(f"{'...' if first else ''}{part}{'...' if first + len(part) < len(line) else ''}")
+        begin = start if len(line) > MOST_CHARACTERS else 0
+        part = line[begin : begin + MOST_CHARACTERS]
+        shown.append(f"{'...' if begin else ''}{part}{'...' if begin + len(part) < len(line) else ''}")
     return shown
 
 

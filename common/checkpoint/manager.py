@@ -56,9 +56,9 @@ class SaveConfig:
     """Also keep the checkpoint of the step with the best validation, which is saved even if --save.every does not ask
     for it. RUN_DIR/best.json names it. Of equal values the earlier step stays. Needs --val-data."""
     best_metric: str = ""
-    """Metric of the validation that --save.keep-best ranks by, such as val-core/gsm8k/acc/greedy; higher is better, of
-    a loss lower. Default: the first val-core/.../mean@N (sampled) in alphabetical order, without one the first
-    val-core/. Needs --save.keep-best."""
+    """Metric of the validation that --save.keep-best ranks by, such as val-core/gsm8k/acc/greedy, or the score,
+    val-aux/gsm8k/reward/greedy; higher is better, of a loss lower. Default: the first val-core/.../mean@N (sampled) in
+    alphabetical order, without one the first val-core/. Needs --save.keep-best."""
     async_: Annotated[bool, tyro.conf.arg(name="async")] = False
     """Write checkpoints in the background, from a copy in host memory (12 bytes a parameter, over all ranks)."""
     hf: Literal["never", "end"] = "end"

@@ -128,6 +128,9 @@ def test_lost_responses_and_an_earlier_versions_files_have_a_reward(runs, tmp_pa
     for answer, other, score in zip(answers_of(old), answers_of(runs / "one/whole"), scores, strict=True):
         assert answer.reward == (0 if math.isnan(score) else pytest.approx(other.reward, rel=1e-6))
         assert answer._replace(reward=0.0) == other._replace(reward=0.0) and answer.numbers.keys() == {"acc", "length"}
+    plain = {"data_source": "a", "group": 0, "vote": None, "greedy": False, "num_sampled": 1, "finish_reason": "stop",
+             "question": "", "row": 0, "prompt": "", "score": float(np.float32(0.1)), "reward_parts": "{}"}
+    assert [evaluation.answer_of(plain | {"acc": acc}).reward for acc in (0.1, 1.0)] == [0.1, float(np.float32(0.1))]
     evaluation.report(old, "", [])
     name = "val-aux/a/length/mean@4"
     assert numbers_of(old)["metrics"][name] == numbers_of(runs / "one/whole")["metrics"][name]
