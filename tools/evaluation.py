@@ -121,7 +121,9 @@ def report(folder: Path, other: str, data: Sequence[Prompt]) -> list[str]:
         written["compared"] = compare(answers, read_answers(Path(other))[0])
         for change in chain(*(found["changed"] for found in written["compared"])):
             change["asked"] = asked_of(data[change["row"]])
-        lines += comparison_lines(written["compared"], other)
+        rows = {source: sorted({x.row for x in answers if x.data_source == source})[:MOST_SHOWN] for source in results}
+        others = {source: [asked_of(data[row]) for row in of_source] for source, of_source in rows.items()}
+        lines += comparison_lines(written["compared"], other, others)
     (folder / "evaluation.json").write_text(json.dumps(written, indent=2) + "\n")
     row = {"step": 0, **metrics, "timing_s/testing": seconds}
     (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
@@ -409,13 +411,14 @@ def asked_of(prompt: Prompt) -> str:
     return asked[-1]["content"] if asked else ""
 
 
-def told_apart(texts: list[str]) -> list[str]:
-    """Each text as one short line. Texts that begin alike, with an instruction or an example, are shown from the word
-    on in which they differ, unless all of a text fits."""
+def told_apart(texts: list[str], others: Sequence[str] = ()) -> list[str]:
+    """Each text as one short line. Texts that begin alike, and like the `others`, with an instruction or an example,
+    are shown from the word on in which they differ, unless all of a text fits."""
     lines = [" ".join(text.split()) for text in texts]
+    known = {*lines, *(" ".join(text.split()) for text in others)}
     shown, start = [], 0
-    if len(set(lines)) > 1:
-        first, last = min(lines), max(lines)            # all lines have the beginning that these two share
+    if len(known) > 1:
+        first, last = min(known), max(known)            # all have the beginning that these two share
         num_shared = next((i for i, (a, b) in enumerate(zip(first, last)) if a != b), len(first))
         start = first.rfind(" ", 0, num_shared) + 1
     for line in lines:
@@ -425,7 +428,8 @@ def told_apart(texts: list[str]) -> list[str]:
     return shown
 
 
-def comparison_lines(compared: list[dict[str, Any]], other: str) -> list[str]:
+def comparison_lines(compared: list[dict[str, Any]], other: str, others: dict[str, list[str]]) -> list[str]:
+    """`others`: of each data source some questions, which tell what all of them begin with."""
     lines = [f"this evaluation minus {visible(other)}"]
     for found in compared:
         interval = "" if found["low"] is None else f" [{found['low']:+.4f}, {found['high']:+.4f}]"
@@ -435,7 +439,8 @@ def comparison_lines(compared: list[dict[str, Any]], other: str) -> list[str]:
         lines.append(f"  of {found['prompts']:,} prompts in both, {better:,} are better and "
                      f"{len(found['changed']) - better:,} are worse; {found['not_shared']:,} are only in one of them")
         changed = sorted(found["changed"], key=lambda change: -abs(change["here"] - change["there"]))[:MOST_SHOWN]
-        for change, text in zip(changed, told_apart([change["asked"] for change in changed])):
+        texts = told_apart([change["asked"] for change in changed], others.get(found["data_source"], ()))
+        for change, text in zip(changed, texts):
             moved = f"{change['there']:.3f} -> {change['here']:.3f}"
             lines.append(f"  row {change['row']:>6}: {moved}   {visible(text)}")
     return lines

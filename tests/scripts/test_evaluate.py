@@ -239,7 +239,7 @@ def test_two_evaluations_in_pairs(runs, flags):
             row for row, difference in zip(rows, differences) if difference}
     assert compared["a", "greedy"]["difference"] == 0 and compared["a", "greedy"]["p_value"] == 1      # no seed
     assert any(found["changed"] for found in compared.values())
-    lines = evaluation.comparison_lines(list(compared.values()), "x\x1b")
+    lines = evaluation.comparison_lines(list(compared.values()), "x\x1b", {})
     assert "\x1b" not in "".join(lines) and any("p = " in line for line in lines)
     # of every row that changed, the text that the user wrote, and nothing of the template
     asked = [row["prompt"][-1]["content"] for row in pq.read_table(flags[flags.index("--val-data") + 1]).to_pylist()]
@@ -283,6 +283,12 @@ def test_what_is_shown_of_a_prompt(messages, asked):
 ])
 def test_questions_are_shown_from_where_they_differ(texts, shown):
     assert evaluation.told_apart(texts) == shown
+
+
+def test_a_single_question_is_told_apart_from_those_that_did_not_change():
+    texts = [f"{MATHS}Is 12 even?{END}"]
+    assert evaluation.told_apart(texts, [f"{MATHS}How far?{END}", *texts]) == [f"...Is 12 even?{END}"[:103]]
+    assert evaluation.told_apart(texts, [f"{MATHS}How far?{END}", "Short"]) == [texts[0][:100] + "..."]
 
 
 def test_evaluations_of_other_questions_are_not_compared():
