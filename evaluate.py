@@ -143,7 +143,7 @@ def main(args: Args) -> None:
             print_on_main(world, f"{min(first + args.prompts_per_chunk, len(rows)):,} of {len(rows):,} prompts")
         engine.close()
         scoring.close()
-    for line in on_main(world, partial(evaluation.report, folder, args.compare)):
+    for line in on_main(world, partial(evaluation.report, folder, args.compare, data)):
         print_on_main(world, line)
     ranks.shutdown()
 

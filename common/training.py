@@ -152,7 +152,7 @@ class Training(Models):
             if rows is not None and self.world.trains:
                 ranks.print_on_main(self.world, f"{name:5}  {rows.loaded.summary()}")
                 rows.loaded.write_skipped(f"{args.run_dir}/skipped_{name}.jsonl")
-        check_best_metric(args.save.best_metric, self.val_set)
+        check_best_metric(args.save.best_metric, self.val_set, flags_of(args).get("--eval-n"))
         if self.world.is_main:
             for line in notes(args, (self.total_steps, rows_per_step), self.train_set, self.val_set):
                 ranks.print_on_main(self.world, f"note   {line}")

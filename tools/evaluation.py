@@ -11,7 +11,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from datetime import date
-from itertools import combinations, product
+from itertools import chain, combinations, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,14 +23,15 @@ from torch import Tensor
 
 from common.checkpoint.files import read_manifest, write_manifest
 from common.checkpoint.secrets import differences, flags_of, redacted
+from common.prompts import Prompt
 from common.rollout import Sample
 from common.rollouts.record import SCHEMA
-from common.rollouts.validation import acc_and_vote, best_at, majority, metrics_of
+from common.rollouts.validation import Scored, best_at, majority, metrics_of_all, numbers_of, scored
 from tools.model_source import fingerprint
 from tools.terminal import visible
 
-OWN = {"row": pa.int32(), "greedy": pa.bool_(), "acc": pa.float64(), "vote": pa.string(), "num_sampled": pa.int32(),
-       "question": pa.string(), "details": pa.string()}
+OWN = {"row": pa.int32(), "greedy": pa.bool_(), "acc": pa.float64(), "counted_reward": pa.float64(),
+       "vote": pa.string(), "num_sampled": pa.int32(), "question": pa.string(), "details": pa.string()}
 """Columns that an evaluation has beside those of RUN/rollouts: the row in the data set, whether the response is greedy,
 what validation counts (exactly), the tokens that the model sampled, and what identifies the question: its messages and
 ground truth, and its details (images and extra_info)."""
@@ -43,6 +44,8 @@ FLIPS = 100_000
 MOST_EXACT = 16
 """Prompts that differ, up to which the paired test goes through all sign flips."""
 MOST_SHOWN = 10
+MOST_CHARACTERS = 100
+"""Of a question, in a line of the comparison."""
 NUM_BINS = 5
 """Bins of the calibration of rewards, over probabilities from 0.5 to 1."""
 HOW = (f"intervals: 95%, percentiles of {RESAMPLES:,} bootstrap resamples of the prompts. pass@k: unbiased "
@@ -102,9 +105,9 @@ def missing_chunks(args: Any, num_prompts: int, data_hash: str) -> list[int]:
     return missing
 
 
-def report(folder: Path, other: str) -> list[str]:
+def report(folder: Path, other: str, data: Sequence[Prompt]) -> list[str]:
     """Write evaluation.json and metrics.jsonl from the responses on disk. Returns the lines to print. `other`: the
-    folder to compare with, or empty."""
+    folder to compare with, or empty. `data`: the prompts of the responses."""
     answers, about = read_answers(folder)
     metrics, results = metrics_from(answers), results_from(answers)
     seconds = sum(part["seconds"] for part in about)
@@ -116,7 +119,11 @@ def report(folder: Path, other: str) -> list[str]:
              f"{failed['timeout']:,} timed out", HOW]
     if other:
         written["compared"] = compare(answers, read_answers(Path(other))[0])
-        lines += comparison_lines(written["compared"], other)
+        for change in chain(*(found["changed"] for found in written["compared"])):
+            change["asked"] = asked_of(data[change["row"]])
+        rows = {source: sorted({x.row for x in answers if x.data_source == source})[:MOST_SHOWN] for source in results}
+        others = {source: [asked_of(data[row]) for row in of_source] for source, of_source in rows.items()}
+        lines += comparison_lines(written["compared"], other, others)
     (folder / "evaluation.json").write_text(json.dumps(written, indent=2) + "\n")
     row = {"step": 0, **metrics, "timing_s/testing": seconds}
     (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
@@ -139,6 +146,13 @@ class Answer(NamedTuple):
     row: int
     prompt: str
     details: str | None = None  # an evaluation of an earlier version has none
+    reward: float | None = None  # None: it is the acc
+    numbers: dict[str, float] | None = None
+
+    @property
+    def counted(self) -> Scored:
+        reward = self.acc if self.reward is None else self.reward
+        return Scored(self.data_source, self.group, self.acc, self.vote, reward, self.numbers or {})
 
 
 def question_of(sample: Sample) -> str:
@@ -158,10 +172,11 @@ def details_of(sample: Sample) -> str:
 
 
 def own_columns(sample: Sample, greedy: bool) -> dict[str, Any]:
-    acc, vote = acc_and_vote(sample)
+    counted = scored(sample)
     num_sampled = sum(part.num_sampled for _, part in sample.sequences)
-    return {"row": sample.row, "greedy": greedy, "acc": acc, "vote": vote, "num_sampled": num_sampled,
-            "question": question_of(sample), "details": details_of(sample)}
+    return {"row": sample.row, "greedy": greedy, "acc": counted.acc, "counted_reward": counted.reward,
+            "vote": counted.vote, "num_sampled": num_sampled, "question": question_of(sample),
+            "details": details_of(sample)}
 
 
 def schema_with(about: dict[str, Any]) -> pa.Schema:
@@ -193,9 +208,18 @@ def read_answers(folder: Path) -> tuple[list[Answer], list[dict[str, Any]]]:
     about = [read_about(file) for file in files]
     found: list[Answer] = []
     for file in files:
-        names = [name for name in pq.read_schema(file).names if name in Answer._fields]
-        found += [Answer(**row) for row in pq.read_table(file, columns=names).to_pylist()]
+        wanted = {*Answer._fields, "score", "counted_reward", "reward_parts"} - {"reward"}
+        names = [name for name in pq.read_schema(file).names if name in wanted]
+        found += [answer_of(row) for row in pq.read_table(file, columns=names).to_pylist()]
     return found, about
+
+
+def answer_of(row: dict[str, Any]) -> Answer:
+    """An evaluation of an earlier version has no counted_reward, only the score as float32, which the acc may be."""
+    score, parts = row.pop("score"), row.pop("reward_parts")
+    rounded = float(np.nan_to_num(score))
+    reward = row.pop("counted_reward", row["acc"] if rounded == np.float32(row["acc"]) else rounded)
+    return Answer(**row, reward=reward, numbers=numbers_of(json.loads(parts)))
 
 
 # --------------------------------------------------------------------------- statistics
@@ -282,8 +306,7 @@ def metrics_from(answers: list[Answer]) -> dict[str, float]:
     """val-core/ and val-aux/ as a validation in training has them."""
     metrics = {}
     for greedy in (True, False):
-        rows = [(x.data_source, x.group, x.acc, x.vote) for x in answers if x.greedy == greedy]
-        metrics |= metrics_of(rows, greedy)
+        metrics |= metrics_of_all([answer.counted for answer in answers if answer.greedy == greedy], greedy)
     return metrics
 
 
@@ -293,9 +316,14 @@ def results_from(answers: list[Answer]) -> dict[str, dict[str, Any]]:
     for source in sorted({answer.data_source for answer in answers}):
         of_source = [answer for answer in answers if answer.data_source == source]
         values: dict[str, np.ndarray] = {}
+        rewards: dict[str, np.ndarray] = {}
         for greedy in (True, False):
             if groups := by_group(answer for answer in of_source if answer.greedy == greedy):
                 values |= per_prompt(groups, greedy)
+                name = "reward/greedy" if greedy else f"reward/mean@{len(groups[0])}"
+                rewards[name] = np.array([[answer.counted.reward for answer in group] for group in groups]).mean(1)
+        if any(answer.counted.reward != answer.acc for answer in of_source):
+            values |= rewards
         interval = bootstrap_interval(np.stack([*values.values()], axis=1))
         lows, highs = interval.tolist() if interval is not None else [[None] * len(values)] * 2
         results[source] = {"prompts": len(by_group(of_source)), "results": {
@@ -314,9 +342,10 @@ def table_of(results: dict[str, dict[str, Any]]) -> list[str]:
     for source, found in results.items():
         lines.append(f"{visible(source)}: {found['prompts']:,} prompts, {found['response_length/mean']:.1f} tokens a "
                      f"response, {found['truncated_frac']:.1%} truncated")
+        width = max(12, *map(len, found["results"]))
         for name, result in found["results"].items():
             interval = "" if result["low"] is None else f"   [{result['low']:.4f}, {result['high']:.4f}]"
-            lines.append(f"  {name:12} {result['value']:.4f}{interval}")
+            lines.append(f"  {name:{width}} {result['value']:.4f}{interval}")
     return lines
 
 
@@ -375,7 +404,32 @@ def compare(here: list[Answer], there: list[Answer]) -> list[dict[str, Any]]:
     return compared
 
 
-def comparison_lines(compared: list[dict[str, Any]], other: str) -> list[str]:
+def asked_of(prompt: Prompt) -> str:
+    """The last message of the user; without one, the last message that has a text."""
+    said = [message for message in prompt.messages if message["content"].strip()]
+    asked = [message for message in said if message["role"] == "user"] or said
+    return asked[-1]["content"] if asked else ""
+
+
+def told_apart(texts: list[str], others: Sequence[str] = ()) -> list[str]:
+    """Each text as one short line. Texts that begin alike, and like the `others`, with an instruction or an example,
+    are shown from the word on in which they differ, unless all of a text fits."""
+    lines = [" ".join(text.split()) for text in texts]
+    known = {*lines, *(" ".join(text.split()) for text in others)}
+    shown, start = [], 0
+    if len(known) > 1:
+        first, last = min(known), max(known)            # all have the beginning that these two share
+        num_shared = next((i for i, (a, b) in enumerate(zip(first, last)) if a != b), len(first))
+        start = first.rfind(" ", 0, num_shared) + 1
+    for line in lines:
+        begin = start if len(line) > MOST_CHARACTERS else 0
+        part = line[begin : begin + MOST_CHARACTERS]
+        shown.append(f"{'...' if begin else ''}{part}{'...' if begin + len(part) < len(line) else ''}")
+    return shown
+
+
+def comparison_lines(compared: list[dict[str, Any]], other: str, others: dict[str, list[str]]) -> list[str]:
+    """`others`: of each data source some questions, which tell what all of them begin with."""
     lines = [f"this evaluation minus {visible(other)}"]
     for found in compared:
         interval = "" if found["low"] is None else f" [{found['low']:+.4f}, {found['high']:+.4f}]"
@@ -385,7 +439,8 @@ def comparison_lines(compared: list[dict[str, Any]], other: str) -> list[str]:
         lines.append(f"  of {found['prompts']:,} prompts in both, {better:,} are better and "
                      f"{len(found['changed']) - better:,} are worse; {found['not_shared']:,} are only in one of them")
         changed = sorted(found["changed"], key=lambda change: -abs(change["here"] - change["there"]))[:MOST_SHOWN]
-        for change in changed:
-            prompt = visible(change["prompt"][-60:])
-            lines.append(f"  row {change['row']:>6}: {change['there']:.3f} -> {change['here']:.3f}   ...{prompt}")
+        texts = told_apart([change["asked"] for change in changed], others.get(found["data_source"], ()))
+        for change, text in zip(changed, texts):
+            moved = f"{change['there']:.3f} -> {change['here']:.3f}"
+            lines.append(f"  row {change['row']:>6}: {moved}   {visible(text)}")
     return lines

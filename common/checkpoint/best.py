@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,14 @@ FILE = "best.json"
 def better(step: int, results: dict[str, float], metric: str, best: dict[str, Any]) -> dict[str, Any]:
     """`step` as {step, metric, value} if its validation ranks it above `best`, another step in this form or {}; else
     {}: so of equal values the earlier step stays. `metric`: from `choose_metric`; of a loss the lowest is the best."""
-    sign = -1 if metric.endswith("loss") else 1
+    sign = -1 if is_loss(metric) else 1
     is_better = sign * results[metric] > sign * best.get("value", -sign * math.inf)         # False for NaN
     return {"step": step, "metric": metric, "value": results[metric]} if is_better else {}
+
+
+def is_loss(metric: str) -> bool:
+    """Whether lower is better: val/loss, and val-aux/SOURCE/my_loss/mean@4."""
+    return re.sub(r"/(greedy|[a-z]+@\d+(/mean)?)$", "", metric).endswith("loss")
 
 
 def choose_metric(results: dict[str, float], name: str) -> str:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import tyro
 from torch import Tensor, get_device_module
 
-from common.checkpoint.best import better, choose_metric, write_best
+from common.checkpoint.best import better, choose_metric, is_loss, write_best
 from common.checkpoint.choice import choose
 from common.checkpoint.export import write_files
 from common.checkpoint.files import complete_checkpoints, entry_of, read_checkpoint, remove, sync, write_manifest
@@ -56,9 +56,9 @@ class SaveConfig:
     """Also keep the checkpoint of the step with the best validation, which is saved even if --save.every does not ask
     for it. RUN_DIR/best.json names it. Of equal values the earlier step stays. Needs --val-data."""
     best_metric: str = ""
-    """Metric of the validation that --save.keep-best ranks by, such as val-core/gsm8k/acc/greedy; higher is better, of
-    a loss lower. Default: the first val-core/.../mean@N (sampled) in alphabetical order, without one the first
-    val-core/. Needs --save.keep-best."""
+    """Metric of the validation that --save.keep-best ranks by, such as val-core/gsm8k/acc/greedy, or the score,
+    val-aux/gsm8k/reward/greedy; higher is better, of a loss lower. Default: the first val-core/.../mean@N (sampled) in
+    alphabetical order, without one the first val-core/. Needs --save.keep-best."""
     async_: Annotated[bool, tyro.conf.arg(name="async")] = False
     """Write checkpoints in the background, from a copy in host memory (12 bytes a parameter, over all ranks)."""
     hf: Literal["never", "end"] = "end"
@@ -253,7 +253,7 @@ class Checkpoints:
             return {}
         if not self.metric:
             self.metric = choose_metric(results, self.config.best_metric)
-            what = "lowest" if self.metric.endswith("loss") else "highest"
+            what = "lowest" if is_loss(self.metric) else "highest"
             print_on_main(self.world, f"the checkpoint with the {what} {self.metric} is kept (--save.best-metric)")
             if self.best.get("metric") != self.metric:          # an earlier start ranked by another one
                 self.best = {}

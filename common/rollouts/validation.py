@@ -1,10 +1,12 @@
 """Validation results of a step, by data source, under verl's names."""
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain, groupby
-from statistics import multimode
+from statistics import fmean, multimode
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,35 +42,80 @@ def evaluate(source: RolloutSource, request: RolloutRequest,
     return metrics | {f"val-aux/{name}": value for name, value in meter.reduce().items()}
 
 
+class Scored(NamedTuple):
+    """What is counted of a response."""
+
+    data_source: str
+    group: int
+    acc: float
+    vote: str | None
+    reward: float
+    numbers: dict[str, float]  # the rest of the reward dict, without texts and lists
+
+
 def validation_metrics(samples: list[Sample], greedy: bool) -> dict[str, float]:
     """Per data source, over all ranks, with verl's names: val-core/SOURCE/acc/{greedy or mean@N, best@N/mean,
-    maj@N/mean} and, in val-aux/, the standard error over prompts and best@k for powers of two below N.
+    maj@N/mean} and, in val-aux/, the standard error over prompts, the standard deviation over the responses to a prompt
+    (std@N) and best@k for powers of two below N. val-aux/SOURCE/reward/ has all of these of the score, and
+    val-aux/SOURCE/NAME/{greedy or mean@N} the mean of each other number that the reward dicts have.
 
-    acc is the reward dict's "acc", or its score if "acc" is no finite number; a lost sample counts 0. For scores of 0
-    and 1 best@k/mean is the unbiased pass@k (Chen et al. 2021, sec. 2.1). maj@N is the acc of the most frequent "pred"
-    of the reward dicts, ties shared; samples without a score or a "pred" have no vote, a prompt without votes counts 0.
+    acc is the reward dict's "acc", or its score if "acc" is no finite number; a lost sample counts 0, its score too,
+    and has no other numbers. For scores of 0 and 1 best@k/mean is the unbiased pass@k (Chen et al. 2021, sec. 2.1).
+    maj@N is the acc of the most frequent "pred" of the reward dicts, ties shared; samples without a score or a "pred"
+    have no vote, a prompt without votes counts 0.
     """
-    rows = [(sample.prompt.data_source, sample.group, *acc_and_vote(sample)) for sample in samples]
-    return metrics_of([*chain(*all_gather_objects(rows))], greedy)
+    return metrics_of_all([*chain(*all_gather_objects([scored(sample) for sample in samples]))], greedy)
 
 
-def metrics_of(rows: list[tuple[str, int, float, str | None]], greedy: bool) -> dict[str, float]:
-    """The metrics of `validation_metrics` from (data source, group, acc, vote) of each response, in any order."""
+def metrics_of_all(rows: list[Scored], greedy: bool) -> dict[str, float]:
+    """The metrics of `validation_metrics` from all responses, in any order."""
+    metrics = metrics_of([(row.data_source, row.group, row.acc, row.vote) for row in rows], greedy)
+    metrics |= metrics_of([(row.data_source, row.group, row.reward, row.vote) for row in rows], greedy, "reward")
+    return metrics | means_of_numbers(rows, greedy)
+
+
+def metrics_of(rows: list[tuple[str, int, float, str | None]], greedy: bool, variable: str = "acc") -> dict[str, float]:
+    """Those of one variable, from (data source, group, its value, vote) of each response. As in verl only acc is in
+    val-core/."""
     metrics = {}
     for source, of_source in groupby(sorted(rows, key=lambda row: row[:3]), key=lambda row: row[0]):
         groups = [[row[2:] for row in group] for _, group in groupby(of_source, key=lambda row: row[1])]
-        accs = np.array([[acc for acc, _ in group] for group in groups])                        # [P, N]
-        core, aux, N = f"val-core/{source}/acc", f"val-aux/{source}/acc", accs.shape[1]
+        values = np.array([[value for value, _ in group] for group in groups])                  # [P, N]
+        aux, N = f"val-aux/{source}/{variable}", values.shape[1]
+        core = f"val-core/{source}/acc" if variable == "acc" else aux
         name = "greedy" if greedy else f"mean@{N}"
-        metrics[f"{core}/{name}"] = float(accs.mean())
-        metrics[f"{aux}/{name}/stderr"] = float(accs.mean(1).std(ddof=1) / len(accs) ** 0.5) if len(accs) > 1 else 0.0
+        metrics[f"{core}/{name}"] = float(values.mean())
+        stderr = values.mean(1).std(ddof=1) / len(values) ** 0.5 if len(values) > 1 else 0.0
+        metrics[f"{aux}/{name}/stderr"] = float(stderr)
         if N > 1:
-            metrics[f"{core}/best@{N}/mean"] = float(best_at(accs, N).mean())
+            metrics[f"{aux}/std@{N}"] = float(values.std(1).mean())
+            metrics[f"{core}/best@{N}/mean"] = float(best_at(values, N).mean())
             for k in (2**e for e in range(1, (N - 1).bit_length())):
-                metrics[f"{aux}/best@{k}/mean"] = float(best_at(accs, k).mean())
+                metrics[f"{aux}/best@{k}/mean"] = float(best_at(values, k).mean())
             if any(vote is not None for group in groups for _, vote in group):
                 metrics[f"{core}/maj@{N}/mean"] = float(np.mean([majority(group) for group in groups]))
     return metrics
+
+
+def means_of_numbers(rows: list[Scored], greedy: bool) -> dict[str, float]:
+    """val-aux/SOURCE/NAME/{greedy or mean@N}: means over the responses that have the number. A key "reward" has none:
+    that name is the score's."""
+    found = defaultdict(list)
+    for row in rows:
+        for name in row.numbers.keys() - {"acc", "reward"}:
+            found[row.data_source, name].append(row.numbers[name])
+    sizes = {row[0]: size for row, size in Counter((row.data_source, row.group) for row in rows).items()}
+    return {f"val-aux/{source}/{name}/{'greedy' if greedy else f'mean@{sizes[source]}'}": fmean(values)
+            for (source, name), values in sorted(found.items())}
+
+
+def scored(sample: Sample) -> Scored:
+    reward = float(np.nan_to_num(sample.score))
+    return Scored(sample.prompt.data_source, sample.group, *acc_and_vote(sample), reward, numbers_of(sample.extras))
+
+
+def numbers_of(extras: dict[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in extras.items() if isinstance(value, float) and math.isfinite(value)}
 
 
 def acc_and_vote(sample: Sample) -> tuple[float, str | None]:

@@ -1,6 +1,7 @@
 """What a run's first lines say of flags and data that go together, and may not be meant so."""
 
 import os
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,9 @@ from common.dataset.store import PromptSet
 
 MOST_LR = 0.1
 """Each step of the optimizers here changes a weight by up to about the learning rate; most weights are below 0.1."""
+
+RESULT = re.compile(r"(.+)/((?:greedy|[a-z]+@\d+)(?:/[a-z]+)?)")
+"""A variable of a validation and what is told of it: reward/mean@4, acc/greedy/stderr."""
 
 
 def notes(args: Any, sizes: tuple[int, int], train_set: Any, val_set: Any) -> Iterator[str]:
@@ -48,11 +52,39 @@ def shared_rows(train_set: Any, val_set: Any) -> Iterator[str]:
             yield f"{count} training rows are also in --val-data"
 
 
-def check_best_metric(metric: str, val_set: Any) -> None:
-    """Raise ValueError if --save.best-metric names a data source that the validation does not have, before anything is
-    loaded; what else it may misspell is found after the first validation."""
+def check_best_metric(metric: str, val_set: Any, num_samples: int | None = None) -> None:
+    """Raise ValueError if --save.best-metric names a data source that the validation does not have, or a result that no
+    validation with `num_samples` (--eval-n) gives, before anything is loaded; what else it may misspell is found after
+    the first validation."""
     sources = sorted(val_set.loaded.data_sources) if val_set is not None else []
-    known = tuple(f"val-core/{source}/" for source in sources)
-    if known and metric.startswith("val-core/") and not metric.startswith(known):
+    section, _, rest = metric.partition("/")
+    is_result = RESULT.fullmatch(rest) is not None
+    # val-aux/ has metrics of no data source, too: val-aux/num_turns/mean, or val-aux/reward/NAME with any NAME
+    is_of_source = section == "val-core" or (section == "val-aux" and is_result and not rest.startswith("reward/"))
+    if not sources or not is_of_source:
+        return
+    found = [rest.removeprefix(f"{source}/") for source in sources if rest.startswith(f"{source}/")]
+    if not found:
+        known = [f"{section}/{source}/" for source in sources]
         raise ValueError(f"--save.best-metric {metric} must be of a data source of --val-data: it begins with "
                          f"{' or '.join(known[:10])}")
+    if is_result and num_samples is not None:
+        core, aux = results_of(num_samples)
+        given = core if section == "val-core" else aux
+        parts = [match.groups() for name in found if (match := RESULT.fullmatch(name))]
+        if not any(result in given.get(variable, given.get("NAME", ())) for variable, result in parts):
+            known = [f"val-core/SOURCE/acc/ with {', '.join(core['acc'])}"]
+            known += [f"val-aux/SOURCE/{variable}/ with {', '.join(results)}" for variable, results in aux.items()]
+            raise ValueError(f"--save.best-metric {metric} must be a result of a validation with --eval-n "
+                             f"{num_samples}: {'; '.join(known)}")
+
+
+def results_of(num_samples: int) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """What a validation may give of a data source, in val-core/ and in val-aux/: variable -> results. NAME stands for
+    the other numbers of a reward dict."""
+    N = num_samples
+    means = ["greedy", f"mean@{N}"] if N else ["greedy"]
+    several = [f"best@{N}/mean", f"maj@{N}/mean"] if N > 1 else []
+    others = [f"{name}/stderr" for name in means] + ([f"std@{N}"] if N > 1 else [])
+    others += [f"best@{2**e}/mean" for e in range(1, (N - 1).bit_length())]
+    return {"acc": means + several}, {"acc": others, "reward": means + several + others, "NAME": means}

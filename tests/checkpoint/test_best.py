@@ -40,6 +40,17 @@ def on_disk(run_dir) -> list[int]:
     return [int(name.removeprefix("step_")) for name in names(run_dir)]
 
 
+@pytest.mark.parametrize(("metric", "lower_is_better"), [
+    ("val/loss", True), ("val-aux/a/format_loss/mean@4", True), ("val-aux/a/loss/greedy", True),
+    ("val-aux/reward/kl_loss", True), ("val-aux/hair_loss/reward/mean@4", False), (MEAN, False), (GREEDY, False),
+    ("val-core/loss/acc/best@4/mean", False), ("val-aux/a/reward/mean@4", False)])
+def test_a_loss_is_known_by_its_name(metric, lower_is_better):
+    """Of any number called so that a reward function returns, too."""
+    higher = best.better(2, {metric: 2.0}, metric, {"value": 1.0})
+    lower = best.better(2, {metric: 0.5}, metric, {"value": 1.0})
+    assert (bool(lower), bool(higher)) == (lower_is_better, not lower_is_better)
+
+
 @pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize(("values", "kept", "found"), [
     ([0.2, 0.9, 0.5, None, 0.7], [2, 5], 2),
@@ -248,3 +259,18 @@ def test_what_cannot_rank_is_refused(best_flags, start, tmp_path):
     said = "error: --save.best-metric acc must be a metric that this validation gives: "
     (line,) = [line for line in log.read_text().splitlines() if line.startswith(said)]
     assert GREEDY in line and "val-core/sums/acc/mean@1" in line and "step   1/4" not in log.read_text()
+    for metric in ("val-aux/sums/reward/mean@4", "val-core/sums/reward/mean@1", "val-aux/sum/reward/mean@1"):
+        assert start(log, "none", "grpo.py", *flags, "--save.best-metric", metric) == 2
+        (line,) = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
+        assert line.startswith(f"error: --save.best-metric {metric} must be ") and "engine" not in log.read_text()
+
+
+def test_a_run_is_ranked_by_its_reward(best_flags, start, tmp_path):
+    """By the score's mean over the sampled responses, which is in val-aux/."""
+    run, log, metric = tmp_path / "run", tmp_path / "log", "val-aux/sums/reward/mean@1"
+    code = start(log, "none", "grpo.py", *best_flags, "--run-dir", run, "--save.best-metric", metric)
+    assert code == 0, log.read_text()[-3000:]
+    values = {row["step"]: row[metric] for row in metrics(run)[1:]}
+    best = max(values, key=lambda step: (values[step], -step))
+    assert json.loads((run / "best.json").read_text()) == {"step": best, "metric": metric, "value": values[best]}
+    assert len({*values.values()}) > 1 and best in steps_on_disk(run)

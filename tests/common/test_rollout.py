@@ -753,12 +753,100 @@ def test_validation_metrics_by_hand(world):
     assert got["val-core/source0/acc/best@4/mean"] == 1
     assert got["val-aux/source0/acc/best@2/mean"] == pytest.approx((1 / 2 + 1) / 2)
     assert got["val-core/source0/acc/maj@4/mean"] == 0.5 and got["val-core/source1/acc/maj@4/mean"] == 0
-    assert Counter(key.split("/")[1] for key in got) == {"source0": 5, "source1": 5}
+    assert Counter(tuple(key.split("/")[1:3]) for key in got) == {
+        (source, variable): 6 for source in ("source0", "source1") for variable in ("acc", "reward")}
+    assert got["val-aux/source0/reward/mean@4"] == 0.5 and got["val-aux/source0/reward/std@4"] == 0
     plain = validation_metrics(make_samples([0.5, float("nan")], group_size=1), greedy=True)
     assert plain == {
         "val-core/source0/acc/greedy": 0.5, "val-aux/source0/acc/greedy/stderr": 0.0,
         "val-core/source1/acc/greedy": 0.0, "val-aux/source1/acc/greedy/stderr": 0.0,
+        "val-aux/source0/reward/greedy": 0.5, "val-aux/source0/reward/greedy/stderr": 0.0,
+        "val-aux/source1/reward/greedy": 0.0, "val-aux/source1/reward/greedy/stderr": 0.0,
     }
+
+
+def by_verls_rule(samples: list[Sample]) -> dict[str, float]:
+    """What verl's validation gives (process_validation_metrics and the names of its trainer), written again with loops:
+    for each source and prompt all variables that are no text, then means over prompts. In place of its bootstrap draws
+    with replacement the mean over all subsets; the majority's value is the mean over the most frequent answers."""
+    found = {}
+    for source in {sample.prompt.data_source for sample in samples}:
+        of_source = [sample for sample in samples if sample.prompt.data_source == source]
+        infos = [{"reward": sample.score} | sample.extras for sample in of_source]
+        for variable in [name for name, value in infos[0].items() if not isinstance(value, str)]:
+            by_prompt = {}
+            for sample, info in zip(of_source, infos):
+                by_prompt.setdefault(sample.group, []).append((info[variable], info["pred"]))
+            results = {}
+            for answers in by_prompt.values():
+                values, N = [value for value, _ in answers], len(answers)
+                mean = sum(values) / N
+                of_prompt = {f"mean@{N}": mean, f"std@{N}": (sum((x - mean) ** 2 for x in values) / N) ** 0.5}
+                k = 2
+                while k < N:
+                    of_prompt[f"best@{k}/mean"] = np.mean([max(x) for x in itertools.combinations(values, k)])
+                    k *= 2
+                of_prompt[f"best@{N}/mean"] = max(values)
+                counts = Counter(pred for _, pred in answers)
+                top = [value for value, pred in answers if counts[pred] == max(counts.values())]
+                of_prompt[f"maj@{N}/mean"] = sum(top) / len(top)
+                for name, value in of_prompt.items():
+                    results.setdefault(name, []).append(value)
+            for name, values in results.items():
+                is_core = variable == "acc" and name.startswith(("mean", "maj", "best")) and f"@{N}" in name
+                section = "val-core" if is_core else "val-aux"
+                found[f"{section}/{source}/{variable}/{name}"] = sum(values) / len(values)
+    return found
+
+
+@pytest.mark.parametrize("N", [2, 3, 4, 5, 8])
+def test_the_reward_and_every_number_have_verls_validation_metrics(world, N):
+    """Of each source, whatever the order of the responses. Of numbers beside score and acc only the mean."""
+    rng = np.random.default_rng(N)
+    rows = [0, 2, 1, 3, 4]
+    extras = [{"acc": float(rng.integers(2)), "pred": str(rng.integers(3)), "format": float(rng.normal()),
+               "a/b": float(rng.normal())} for _ in range(5 * N)]
+    samples = make_samples(rng.normal(size=5 * N).tolist(), group_size=N, rows=rows, extras=extras)
+    want = {name: value for name, value in by_verls_rule(samples).items()
+            if "/acc/" in name or "/reward/" in name or "/mean@" in name}
+    rng.shuffle(samples)
+    got = {name: value for name, value in validation_metrics(samples, greedy=False).items() if "stderr" not in name}
+    assert got == pytest.approx(want, abs=1e-12)
+    assert len({abs(value) for value in got.values()}) > 12
+    assert f"val-aux/source0/reward/mean@{N}" in got and f"val-aux/source1/a/b/mean@{N}" in got
+    assert not any(name.startswith("val-core") and "/acc/" not in name for name in got)
+
+
+LOST = math.nan
+
+
+@pytest.mark.parametrize(("scores", "numbers", "reward", "mean"), [
+    ([1.0, 3.0, -2.0, 0.0], [1.0, 2.0, 3.0, 6.0], 0.5, 3.0),
+    ([LOST, 3.0, 1.0, 0.0], [None, 2.0, 3.0, 7.0], 1.0, 4.0),                  # lost: 0, and without other numbers
+    ([LOST] * 4, [None] * 4, 0.0, None), ([-1.0] * 4, [None] * 4, -1.0, None),
+    ([1.0, 1.0, 1.0, 2.0], [None, None, None, -5.0], 1.25, -5.0),              # one response alone has it
+    ([1.0] * 4, ["1", "2", "x", ""], 1.0, None), ([1.0] * 4, [[1.0], [2.0], [], [3.0]], 1.0, None),
+    ([1.0] * 4, ["nan", 4.0, "inf", 2.0], 1.0, 3.0),                            # workers send NaN as text
+    ([1.0] * 4, [math.nan, 4.0, math.inf, 2.0], 1.0, 3.0), ([1.0] * 4, [1e100, 1e100, -1e100, -1e100], 1.0, 0.0),
+    ([1e9, 1e9, -1e9, 1.0], [0.0, 0.0, 0.0, 0.0], (1e9 + 1) / 4, 0.0),
+])
+@pytest.mark.parametrize("greedy", [False, True])
+def test_what_counts_in_the_reward_and_in_a_number(world, scores, numbers, reward, mean, greedy):
+    extras = [{} if number is None else {"x": number, "reward": 77.0} for number in numbers]
+    got = validation_metrics(make_samples(scores, 1 if greedy else 2, [0, 2, 4, 0], extras), greedy)
+    result = "greedy" if greedy else "mean@2"
+    assert got[f"val-aux/source0/reward/{result}"] == pytest.approx(reward)
+    assert got.get(f"val-aux/source0/x/{result}") == (None if mean is None else pytest.approx(mean))
+    assert got[f"val-core/source0/acc/{result}"] == pytest.approx(reward)                     # there is no acc
+
+
+def test_a_number_that_one_source_has_is_of_that_source_alone(world):
+    extras = [{"x": 1.0}, {"x": 3.0}, {"acc": 1.0}, {"y": 5.0}]
+    got = validation_metrics(make_samples([0.25, 0.5, 0.75, 2.0], 2, [0, 1], extras), greedy=False)
+    assert {name: value for name, value in got.items() if "/acc/" not in name and name.endswith("/mean@2")} == {
+        "val-aux/source0/reward/mean@2": 0.375, "val-aux/source1/reward/mean@2": 1.375,
+        "val-aux/source0/x/mean@2": 2.0, "val-aux/source1/y/mean@2": 5.0}
+    assert got["val-core/source1/acc/mean@2"] == 1.5
 
 
 def test_the_majority_is_of_the_samples_that_have_a_score_and_an_answer(world):

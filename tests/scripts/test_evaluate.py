@@ -20,6 +20,7 @@ from common.dataset.images import Images
 from common.model.policy import ModelConfig
 from common.prompts import Prompt
 from common.rollout import Sample
+from envs.runtime.response import Response
 from tests.checkpoint.faulty import server
 from tests.conftest import ROOT, STOPS, VAL, launch, launch_all
 from tests.model.test_reward_model import make_reward_model
@@ -29,7 +30,7 @@ from tools.evaluation import Answer
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     number = sum(map(ord, solution_str))
-    return {"score": number % 7 / 3, "acc": number % 2, "pred": str(number % 3)}
+    return {"score": number % 7 / 3, "acc": number % 2, "pred": str(number % 3), "length": len(solution_str) / 7}
 """
 EPISODES = ROOT / "tests/engine/episodes_of_tests.py"
 SAMPLING = ["--rollout.engine", "hf", "--policy.compute-dtype", "float32", "--rollout.max-response-length", "8",
@@ -76,7 +77,7 @@ def numbers_of(run: Path) -> dict:
 
 
 def validation_of(row: dict) -> dict[str, float]:
-    return {name: value for name, value in row.items() if name.startswith("val-") and "/acc/" in name}
+    return {name: value for name, value in row.items() if name.startswith(("val-core/", "val-aux/a/", "val-aux/b/"))}
 
 
 def answers_of(run: Path) -> list[Answer]:
@@ -86,11 +87,55 @@ def answers_of(run: Path) -> list[Answer]:
 def test_the_numbers_are_those_of_a_runs_validation(runs):
     """To the last digit: before training with the run's --model, after it with the run's checkpoint."""
     before, after = map(validation_of, metrics_of(runs / "one/grpo"))
-    assert len(before) == 14 and before != after
+    assert len(before) == 36 and before != after
     assert validation_of(numbers_of(runs / "one/whole")["metrics"]) == before
     assert validation_of(numbers_of(runs / "one/trained")["metrics"]) == after
     assert {"val-core/a/acc/mean@4", "val-core/b/acc/greedy", "val-core/a/acc/maj@4/mean"} < before.keys()
     assert 0 < before["val-core/a/acc/mean@4"] < 1
+
+
+def test_the_reward_and_its_other_numbers_by_source(runs):
+    """By hand from what the reward function returns for the responses on disk: in a run's validation, and in what
+    evaluate.py writes and prints."""
+    rows = pq.read_table(runs / "one/whole/rollouts/val_000000_000000.parquet").to_pylist()
+    validated, written = metrics_of(runs / "one/grpo")[0], numbers_of(runs / "one/whole")
+    for source, greedy in product("ab", (True, False)):
+        mine = [row for row in rows if row["data_source"] == source and row["greedy"] == greedy]
+        by_prompt = {row["group"]: [sum(map(ord, x["response"])) % 7 / 3 for x in mine if x["group"] == row["group"]]
+                     for row in mine}
+        name, values = "greedy" if greedy else "mean@4", [*by_prompt.values()]
+        want = {f"reward/{name}": np.mean(values), f"length/{name}": np.mean([len(x["response"]) / 7 for x in mine])}
+        if not greedy:
+            want |= {"reward/std@4": np.mean([np.std(x) for x in values]),
+                     "reward/best@4/mean": np.mean([max(x) for x in values])}
+            assert want["reward/std@4"] > 0
+        for numbers in (validated, written["metrics"]):
+            assert {x: numbers[f"val-aux/{source}/{x}"] for x in want} == pytest.approx(want)
+        shown = written["results"][source]["results"][f"reward/{name}"]
+        assert shown["value"] == pytest.approx(want[f"reward/{name}"]) and shown["low"] <= shown["value"]
+        assert any(line.startswith(f"  reward/{name} ") for line in evaluation.table_of(written["results"]))
+        assert shown["value"] != pytest.approx(validated[f"val-core/{source}/acc/{name}"])
+
+
+def test_lost_responses_and_an_earlier_versions_files_have_a_reward(runs, tmp_path):
+    """Earlier files have the score as float32, NaN if it is lost."""
+    old = tmp_path / "old"
+    shutil.copytree(runs / "one/whole", old)
+    file = evaluation.file_of(old, 0)
+    table = pq.read_table(file).drop_columns(["counted_reward"])
+    scores = [math.nan, *table["score"].to_pylist()[1:]]
+    pq.write_table(table.set_column(table.schema.get_field_index("score"), "score", [scores]), file)
+    for answer, other, score in zip(answers_of(old), answers_of(runs / "one/whole"), scores, strict=True):
+        assert answer.reward == (0 if math.isnan(score) else pytest.approx(other.reward, rel=1e-6))
+        assert answer._replace(reward=0.0) == other._replace(reward=0.0) and answer.numbers.keys() == {"acc", "length"}
+    plain = {"data_source": "a", "group": 0, "vote": None, "greedy": False, "num_sampled": 1, "finish_reason": "stop",
+             "question": "", "row": 0, "prompt": "", "score": float(np.float32(0.1)), "reward_parts": "{}"}
+    assert [evaluation.answer_of(plain | {"acc": acc}).reward for acc in (0.1, 1.0)] == [0.1, float(np.float32(0.1))]
+    evaluation.report(old, "", [])
+    name = "val-aux/a/length/mean@4"
+    assert numbers_of(old)["metrics"][name] == numbers_of(runs / "one/whole")["metrics"][name]
+    lost = Sample(0, 0, 0, Prompt([], "a", "", {}, []), Response([], [], "stop"))
+    assert evaluation.own_columns(lost, False)["counted_reward"] == 0
 
 
 def test_reward_models_and_episodes_are_those_of_a_run(flags, tiny_llama, tmp_path):
@@ -144,7 +189,7 @@ def test_the_responses_have_the_form_of_a_runs(runs):
 def test_an_evaluation_of_some_prompts_without_samples(runs):
     results = numbers_of(runs / "one/greedy")["results"]
     assert {source: (found["prompts"], [*found["results"]]) for source, found in results.items()} == {
-        "a": (1, ["greedy"]), "b": (2, ["greedy"])}
+        "a": (1, ["greedy", "reward/greedy"]), "b": (2, ["greedy", "reward/greedy"])}
     assert results["a"]["results"]["greedy"]["low"] is None                          # one prompt has no interval
 
 
@@ -194,8 +239,56 @@ def test_two_evaluations_in_pairs(runs, flags):
             row for row, difference in zip(rows, differences) if difference}
     assert compared["a", "greedy"]["difference"] == 0 and compared["a", "greedy"]["p_value"] == 1      # no seed
     assert any(found["changed"] for found in compared.values())
-    lines = evaluation.comparison_lines(list(compared.values()), "x\x1b")
+    lines = evaluation.comparison_lines(list(compared.values()), "x\x1b", {})
     assert "\x1b" not in "".join(lines) and any("p = " in line for line in lines)
+    # of every row that changed, the text that the user wrote, and nothing of the template
+    asked = [row["prompt"][-1]["content"] for row in pq.read_table(flags[flags.index("--val-data") + 1]).to_pylist()]
+    shown = [line for line in lines if line.startswith("  row ")]
+    assert len({line.split()[1] for line in shown}) > 1
+    for line in shown:
+        row = int(line.split()[1][:-1])
+        assert line.endswith(f"   {asked[row][:100]}") and len(asked[row]) < 100
+    assert all(change["asked"] == asked[change["row"]] and change["asked"] in change["prompt"]
+               for found in compared.values() for change in found["changed"])
+
+
+SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
+MATHS = "Solve the following math problem step by step. Put the last line of your response as Answer: $Answer. "
+END = " Let's think step by step and output the final answer after \"####\"."
+TALE = "A train leaves the station of the town at nine and comes to a halt. " * 3
+
+
+@pytest.mark.parametrize(("messages", "asked"), [
+    ([(USER, "What?")], "What?"), ([(SYSTEM, "Be brief."), (USER, "What?")], "What?"),
+    ([(USER, "One?"), (ASSISTANT, "1"), (USER, "Two?")], "Two?"), ([(USER, "Go on:"), (ASSISTANT, "It is")], "Go on:"),
+    ([(USER, "Play"), (ASSISTANT, ""), ("tool", "3")], "Play"), ([(SYSTEM, "Rules")], "Rules"),
+    ([(SYSTEM, "Rules"), (ASSISTANT, "I begin")], "I begin"), ([(USER, "real"), (USER, " \n")], "real"),
+    ([(SYSTEM, "You win by 3."), (USER, "\n ")], "You win by 3."), ([], ""),
+])
+def test_what_is_shown_of_a_prompt(messages, asked):
+    prompt = Prompt([], "a", "1", {}, [{"role": role, "content": content} for role, content in messages])
+    assert evaluation.asked_of(prompt) == asked
+
+
+@pytest.mark.parametrize(("texts", "shown"), [
+    (["What is 1?", "What is 2?"], ["What is 1?", "What is 2?"]),
+    ([f"{MATHS}Is 12 even?{END}", f"{MATHS}Is 13 odd?{END}"],
+     [f"...12 even?{END}"[:103], f"...13 odd?{END}"[:103]]),
+    ([f"Anna has{END * 2}", f"Bert has{END * 2}"], [f"{name} has{END * 2}"[:100] + "..." for name in ("Anna", "Bert")]),
+    ([f"{TALE}alone"], [f"{TALE}alone"[:100] + "..."]), ([f"{TALE}x"] * 2, [f"{TALE}x"[:100] + "..."] * 2),
+    ([f"{TALE}when?", "Short"], [f"{TALE}when?"[:100] + "...", "Short"]),
+    ([f"{TALE}12", f"{TALE}123"], ["...12", "...123"]), ([TALE, f"{TALE}more"], ["...halt.", "...halt. more"]),
+    (["a\n\n b\tc"], ["a b c"]), ([], []),
+    (["x" * 300, "x" * 299 + "y"], ["x" * 100 + "..."] * 2), (["", "b"], ["", "b"]),
+])
+def test_questions_are_shown_from_where_they_differ(texts, shown):
+    assert evaluation.told_apart(texts) == shown
+
+
+def test_a_single_question_is_told_apart_from_those_that_did_not_change():
+    texts = [f"{MATHS}Is 12 even?{END}"]
+    assert evaluation.told_apart(texts, [f"{MATHS}How far?{END}", *texts]) == [f"...Is 12 even?{END}"[:103]]
+    assert evaluation.told_apart(texts, [f"{MATHS}How far?{END}", "Short"]) == [texts[0][:100] + "..."]
 
 
 def test_evaluations_of_other_questions_are_not_compared():
@@ -482,5 +575,5 @@ def test_vllm_gives_the_numbers_of_a_runs_validation(flags, tmp_path, tmp_path_f
     launch("grpo.py", *shared, "--train-data", data, *TRAINING, "--run-dir", tmp_path / "grpo")
     launch("evaluate.py", *shared, "--run-dir", tmp_path / "evaluate")
     before = validation_of(metrics_of(tmp_path / "grpo")[0])
-    assert validation_of(numbers_of(tmp_path / "evaluate")["metrics"]) == before and len(before) == 14
+    assert validation_of(numbers_of(tmp_path / "evaluate")["metrics"]) == before and len(before) == 36
     assert (ROOT / "evaluate.py").is_file()

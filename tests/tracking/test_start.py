@@ -10,7 +10,9 @@ from common.checkpoint.secrets import flags_of
 from common.dataset.loaded import Loaded
 from common.dataset.store import PromptSet
 from common.model.optimizers import OptimConfig
-from common.prompts import DataConfig
+from common.prompts import DataConfig, Prompt
+from common.rollout import Sample
+from common.rollouts.validation import validation_metrics
 from common.tracking.start import check_best_metric, notes
 
 
@@ -69,3 +71,47 @@ def test_the_best_metric_is_of_a_source_of_the_validation(metric, is_refused):
         check_best_metric(metric, val)
     check_best_metric(metric, None)
     check_best_metric(metric, SimpleNamespace(loaded=Loaded([])))
+
+
+@pytest.mark.parametrize("N", [0, 1, 2, 3, 4, 8, 32])
+def test_the_best_metric_may_be_all_that_a_validation_gives(world, N):
+    """And of the results that another --eval-n gives only those that are in both."""
+    def given(N):
+        extras = {"acc": 1.0, "pred": "4", "format": 0.5, "file.name/acc": 0.5}
+        prompt = Prompt([], "openai/gsm8k", "4", {}, [])
+        samples = [Sample(i, 0, 0, prompt, score=0.25, extras=extras) for i in range(max(N, 1))]
+        greedy = validation_metrics(samples[:1], greedy=True)
+        return greedy | (validation_metrics(samples, greedy=False) if N else {})
+
+    val = prompts(["v"], "v", sources=["openai/gsm8k", "math"])
+    names = given(N)
+    assert len(names) >= 6 and "val-aux/openai/gsm8k/reward/greedy" in names
+    for name in names:
+        check_best_metric(name, val, N)
+        with pytest.raises(ValueError, match="must be of a data source of --val-data: it begins with val-"):
+            check_best_metric(name.replace("openai/", ""), val, N)
+    for name in given(6).keys() - names.keys():
+        with pytest.raises(ValueError, match=f"must be a result of a validation with --eval-n {N}: ") as raised:
+            check_best_metric(name, val, N)
+        assert "\n" not in str(raised.value) and "val-aux/SOURCE/reward/ with greedy, " in str(raised.value)
+
+
+@pytest.mark.parametrize(("metric", "is_refused"), [
+    ("val-core/math/reward/mean@4", True), ("val-core/math/format/mean@4", True), ("val-aux/math/acc/mean@4", True),
+    ("val-aux/math/acc/greedy", True), ("val-aux/math/reward/mean@2", True), ("val-aux/math/reward/mean", False),
+    ("val-aux/math/format/std@4", True), ("val-aux/math/reward/worst@4/mean", True), ("val-aux/math/greedy", True),
+    ("val-core/math/acc/best@2/mean", True), ("val-core/math/acc/std@4", True), ("val-aux/mth/reward/greedy", True),
+    ("val-aux/math/reward/best@3/mean", True), ("val-aux/math/reward/mean@4/std", True),
+    ("val-aux/math/reward/mean@4", False), ("val-aux/math/reward/best@2/mean", False),
+    ("val-aux/math/reward/mean@4/stderr", False), ("val-aux/math/my/format/mean@4", False),
+    ("val-aux/reward/format", False), ("val-aux/reward/x/mean@4", False), ("val-aux/num_turns/mean", False),
+    ("val-aux/episode/maze/score", False), ("val/loss", False), ("acc", False), ("", False),
+])
+def test_a_result_that_no_validation_gives_is_refused(metric, is_refused):
+    val = prompts(["v"], "v", sources=["openai/gsm8k", "math"])
+    if is_refused:
+        with pytest.raises(ValueError, match=f"^--save.best-metric {metric} must be "):
+            check_best_metric(metric, val, 4)
+    else:
+        check_best_metric(metric, val, 4)
+    check_best_metric(metric, None, 4)
