@@ -277,7 +277,7 @@ def main(args: Args) -> None:
             # 3 mini-batches: each response moves to the rank that trains on it
             # a response with advantage 0 need not run where no other term of the loss has a gradient on it
             advantages = compute_advantages(rewards, rollout.group, norm_by_std)                # [S] of whole responses
-            rollout.batch.advantage = rollout.to_tokens(advantages)                             # [T]
+            rollout.batch.advantage = rollout.to_tokens(advantages)                             # [T] of this rank
             skip_zero_advantage = reference is None and not args.entropy_coef and not correction.needs_old_logp()
             if pulls_to_old or is_selective:
                 skip_zero_advantage = False

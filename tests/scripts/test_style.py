@@ -619,7 +619,8 @@ def words(text: str) -> set[str]:
 
 
 OBJECTIVES = {"loss", "losses", "advantage", "advantages", "grpo", "ppo", "dapo", "rloo"}
-DECIDES_WHO_RUNS = r"\bin_loss\b|\brun_zero_advantage\b"                # what run.py is told of the objective, no more
+DECIDES_WHO_RUNS = r"\bin_loss\b|\brun_zero_advantage\b|\bskip_zero_advantage\b|advantage is 0"
+"""What run.py is told of the objective, no more."""
 
 
 @pytest.mark.parametrize("name", ["run", "training"])
