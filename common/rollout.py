@@ -11,7 +11,7 @@ through the model. One of these in each mini-batch does run, the canary: a gradi
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import astuple, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -57,6 +57,7 @@ class Rollout:
     samples: list[Sample]  # those that this rank scored
     scores: Tensor  # float64; NaN: no score
     group: Tensor  # int64; responses of one prompt have the same number
+    row: Tensor  # int64; the prompt's row of the data set
     step: Tensor  # int64; the step in which the response was sampled, from 0
     prompt_lengths: Tensor  # float64, tokens
     response_lengths: Tensor  # float64, tokens that the policy sampled
@@ -145,40 +146,76 @@ class Rollout:
     def select(self, groups: Sequence[int]) -> "Rollout":
         """The responses of these groups, for a replay buffer or dynamic sampling. Groups are numbered in this order,
         from 0, and responses group by group. `batch` is made anew."""
-        self._check_unwritten()
         new_group = {int(old): new for new, old in enumerate(groups)}
-        number = [new_group.get(old, -1) for old in self.group.tolist()]
-        group = torch.tensor(number, dtype=torch.int64)                                             # [S] -1: not taken
-        order = group.argsort(stable=True)[number.count(-1) :]                                      # [S'] old numbers
+        number = torch.tensor([new_group.get(old, -1) for old in self.group.tolist()], dtype=torch.int64)   # [S]
+        order = number.argsort(stable=True)[int((number < 0).sum()) :]
+        return self._taken(order, number[order])
+
+    def take(self, responses: Sequence[int]) -> "Rollout":
+        """These responses, such as the best of each group: numbered from 0 in their present order, as are the groups
+        that have some left. All ranks give the same numbers. `batch` is made anew."""
+        order = torch.tensor(sorted({int(i) for i in responses}), dtype=torch.int64)                # [S']
+        if len(order) and not 0 <= int(order[0]) <= int(order[-1]) < len(self):
+            raise ValueError(f"rollout.take: responses {int(order[0])} to {int(order[-1])} of {len(self)}, must be "
+                             f"numbers from 0 to {len(self) - 1}")
+        return self._taken(order, self.group[order].unique(return_inverse=True)[1])
+
+    def _taken(self, order: Tensor, group: Tensor) -> "Rollout":
+        """The responses with the numbers `order` [S'], which get these groups [S']."""
+        self._check_unwritten()
         new_index = {old: new for new, old in enumerate(order.tolist())}
-        samples = [replace(s, index=new_index[s.index], group=new_group[s.group])
-                   for s in self.samples if s.group in new_group]
-        taken = {name: values[order] for name, values in (self.tensors() | {"group": group}).items()}
-        return Rollout(samples, **taken)
+        samples = []
+        for s in self.samples:
+            if s.index in new_index:
+                index = new_index[s.index]
+                samples.append(replace(s, index=index, group=int(group[index])))
+        taken = {name: values[order] for name, values in self.tensors().items()}
+        return Rollout(samples, **taken | {"group": group})
 
     def _check_unwritten(self, *others: "Rollout") -> None:
-        """Raises ValueError if a script wrote fields of its own into `batch`, which `cat` and `select` make anew."""
+        """Raises ValueError if a script wrote fields of its own into `batch`, which `cat` and the like make anew."""
         for batch in (vars(rollout).get("batch") for rollout in (self, *others)):
             if batch is not None and (batch.extra or batch.response_extra):
                 own = [*batch.extra, *batch.response_extra]
-                raise ValueError(f"Rollout.cat and select would lose the fields {own} of rollout.batch: write them "
-                                 f"afterwards")
+                raise ValueError(f"Rollout.cat, select and take would lose the fields {own} of rollout.batch: write "
+                                 f"them afterwards")
+
+
+@dataclass
+class Numbers:
+    """What every rank knows of a response: a field each of `Rollout`, and whether it has a score."""
+
+    has_score: bool
+    scores: float  # 0 without one
+    group: int
+    row: int
+    step: int
+    prompt_lengths: int
+    response_lengths: int
+    other_lengths: int
+    num_sequences: int
+    truncated: bool
+
+    @classmethod
+    def of(cls, s: Sample) -> "Numbers":
+        num_prompt = sum(len(prompt) for prompt, _ in s.sequences)
+        num_sampled = sum(part.num_sampled for _, part in s.sequences)
+        num_other = sum(len(part.tokens) for _, part in s.sequences) - num_sampled
+        return cls(math.isfinite(s.score), np.nan_to_num(s.score), s.group, s.row, s.step, num_prompt, num_sampled,
+                   num_other, len(s.sequences), s.response.finish_reason == "length")
 
 
 def gather_rollout(samples: list[Sample]) -> Rollout:
     """The samples of this rank, with the numbers of all ranks' samples on every rank."""
-    rows = []
-    for s in samples:
-        num_prompt = sum(len(prompt) for prompt, _ in s.sequences)
-        num_sampled = sum(part.num_sampled for _, part in s.sequences)
-        num_other = sum(len(part.tokens) for _, part in s.sequences) - num_sampled
-        rows.append((math.isfinite(s.score), np.nan_to_num(s.score), s.group, s.step, num_prompt, num_sampled,
-                     num_other, len(s.sequences), s.response.finish_reason == "length"))
+    names = [f.name for f in fields(Numbers)]
+    rows = [astuple(Numbers.of(s)) for s in samples]
     index = torch.tensor([s.index for s in samples], dtype=torch.int64)
-    numbers = gather_numbers(torch.tensor(rows, dtype=torch.float64).view(-1, 9), index)            # [S, 9]
-    scored, scores, group, step, *lengths, truncated = numbers.unbind(1)
-    scores = torch.where(scored > 0, scores, torch.nan)
-    return Rollout(samples, scores, group.long(), step.long(), *lengths, truncated > 0)  # type: ignore[call-arg]
+    table = gather_numbers(torch.tensor(rows, dtype=torch.float64).view(-1, len(names)), index)     # [S, names]
+    found = dict(zip(names, table.unbind(1)))
+    has_score = found.pop("has_score") > 0
+    found["scores"] = torch.where(has_score, found["scores"], torch.nan)
+    found["truncated"] = found["truncated"] > 0
+    return Rollout(samples, **found | {name: found[name].long() for name in ("group", "row", "step")})
 
 
 # --------------------------------------------------------------------------- to the ranks that train

@@ -67,7 +67,7 @@ def main(args: Args) -> None:
     scores = torch.ones(P * G, dtype=torch.float64)
     group = torch.arange(P * G) // G
     lengths = [torch.full((P * G,), length) for length in (98.0, 27.0, 0.0)]
-    rollout = Rollout(samples, scores, group, torch.zeros_like(group), *lengths, torch.ones(P * G), no)
+    rollout = Rollout(samples, scores, group, group, torch.zeros_like(group), *lengths, torch.ones(P * G), no)
     rewards = torch.zeros(P * G, dtype=torch.float64)
 
     def measure(name: str, share: float, work) -> None:

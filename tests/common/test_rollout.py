@@ -384,6 +384,26 @@ def test_groups_are_joined_taken_and_numbered_anew(world):
     assert nothing.cat(first).scores.tolist() == first.scores.tolist()
 
 
+def test_single_responses_are_taken(world):
+    """The best of each group, such as a replay keeps: numbers, groups and rows follow, whatever the order given."""
+    rollout = gather_rollout(make_samples([1, 2, 3, 4, 5, 6], rows=[5, 2, 3]))
+    assert rollout.row.tolist() == [5, 5, 2, 2, 3, 3]
+    taken = rollout.take([5, 1, 4, 1])
+    assert taken.scores.tolist() == [2, 5, 6] and taken.group.tolist() == [0, 1, 1] and taken.row.tolist() == [5, 3, 3]
+    assert by_index(taken) == {0: (0, 2), 1: (1, 5), 2: (1, 6)}
+    assert taken.response_lengths.tolist() == [2, 5, 6] and taken.batch.index.tolist() == [0, 1, 2]
+    assert by_index(rollout) == {i: (i // 2, i + 1) for i in range(6)}     # the argument stays as it was
+    assert len(rollout.take([])) == 0
+    assert rollout.take(range(6)).scores.tolist() == rollout.scores.tolist()
+    assert rollout.take([0]).cat(rollout.take([3])).group.tolist() == [0, 1]
+    for wrong in ([6], [-1], [0, 99]):
+        with pytest.raises(ValueError, match=r"rollout.take: responses -?\d+ to -?\d+ of 6, must be numbers from 0 to 5"):
+            rollout.take(wrong)
+    rollout.batch.extra["mine"] = rollout.batch.tokens
+    with pytest.raises(ValueError, match=r"select and take would lose the fields \['mine'\]"):
+        rollout.take([0])
+
+
 def test_groups_may_differ_in_size(world):
     samples = make_samples([1, 2, 3, 4, 5], rows=[0, 1, 2])
     for sample, group in zip(samples, [0, 0, 0, 1, 2]):
@@ -690,7 +710,7 @@ def test_constant_groups_are_those_without_two_different_scores():
     scores = torch.tensor([1, 1, 0, 1, lost, 1, lost, lost], dtype=torch.float64)
     group = torch.tensor([0, 0, 1, 1, 2, 2, 5, 5])                         # numbers of groups that are absent
     ones, flags = torch.ones(8, dtype=torch.float64), torch.ones(8, dtype=torch.bool)
-    sampled = Rollout([], scores, group, group, ones, ones, ones, ones, ~flags)
+    sampled = Rollout([], scores, group, group, group, ones, ones, ones, ones, ~flags)
     assert rollout_metrics(sampled, 8, 1.0, 9, 9)["reward/constant_group_frac"] == 0.75
     assert rollout_metrics(sampled, 0, 1.0, 9, 9)["rollout/tokens_per_s"] == 0     # all episodes failed at once
 
@@ -698,10 +718,10 @@ def test_constant_groups_are_those_without_two_different_scores():
 def test_groups_of_one_are_not_called_constant():
     """ppo.py samples one response a prompt by default, and learns from all of them: there is nothing to warn of."""
     ones, number = torch.ones(4, dtype=torch.float64), torch.arange(4)
-    sampled = Rollout([], number.double(), number, number, ones, ones, ones, ones, ones > 1)
+    sampled = Rollout([], number.double(), number, number, number, ones, ones, ones, ones, ones > 1)
     found = rollout_metrics(sampled, 4, 1.0, 9, 9)
     assert "reward/constant_group_frac" not in found and HealthCheck().look(1, found) == []
-    two = Rollout([], number.double(), number // 2, number, ones, ones, ones, ones, ones > 1)
+    two = Rollout([], number.double(), number // 2, number, number, ones, ones, ones, ones, ones > 1)
     assert rollout_metrics(two, 4, 1.0, 9, 9)["reward/constant_group_frac"] == 0
 
 
@@ -713,7 +733,7 @@ def test_an_episode_that_its_tools_filled_is_truncated():
         return torch.tensor(numbers, dtype=torch.float64)
 
     group, one = torch.arange(4), of(1, 1, 1, 1)
-    sampled = Rollout([], one, group, group, one, of(3, 3, 9, 3), of(6, 5, 0, 0), one, of(1, 0, 0, 0) > 0)
+    sampled = Rollout([], one, group, group, group, one, of(3, 3, 9, 3), of(6, 5, 0, 0), one, of(1, 0, 0, 0) > 0)
     found = rollout_metrics(sampled, 18, 1.0, 9, 9)
     assert found["response_length/clip_ratio"] == 0.5 and found["rollout/truncated_frac"] == 0.25
     assert found["response_length/mean"] == 4.5 and found["prompt_length/clip_ratio"] == 0

@@ -245,7 +245,7 @@ def test_a_gradient_on_what_was_left_out_ends_the_first_wrong_step(start, fork, 
 
 def test_a_selection_that_comes_too_late_is_refused(start):
     said = said_by(start("replay_late", *UNSAVED, check=False))
-    assert said == ("error: Rollout.cat and select would lose the fields ['mine'] of rollout.batch: write them "
+    assert said == ("error: Rollout.cat, select and take would lose the fields ['mine'] of rollout.batch: write them "
                     "afterwards")
 
 
@@ -322,6 +322,8 @@ def test_statistics_may_be_absent_or_others(start, fork):
     ("samples_taken_out", 1, r"error: there are \d+ responses, and one has the number \d+: take none out of "
                              r"rollout.samples; rollout.select drops groups, a score of NaN drops a response"),
     ("state_by_number", 1, r"error: a checkpoint's state has the key 0, which a resumed run would find as a text: .*"),
+    ("rows_of_a_rank", 2, r"error: run.sample: the rows differ between ranks: take them from run.next_rows, or draw "
+                          r"them with the same seed on all ranks, np.random.default_rng\(seed_of\(args.seed, .*"),
     ("state_of_a_rank", 2, r"error: run.script_state differs between ranks, and a checkpoint holds that of the first: "
                            r".*"),
 ])

@@ -115,7 +115,8 @@ def metrics(rank: int, size: int) -> dict[str, float]:
     timer.seconds |= {"gen": 2.0, "reward": 0.5, "update_actor": 4.0, "adv": 0.1}
     scores = torch.tensor([1.0, 0.0, 0.5, torch.nan], dtype=torch.float64)
     rollout = Rollout(
-        [], scores, torch.arange(4) // GROUP, torch.zeros(4, dtype=torch.int64), prompt_lengths, response_lengths,
+        [], scores, group=torch.arange(4) // GROUP, row=torch.arange(4) // GROUP,
+        step=torch.zeros(4, dtype=torch.int64), prompt_lengths=prompt_lengths, response_lengths=response_lengths,
         other_lengths=torch.zeros(4), num_sequences=torch.ones(4), truncated=torch.tensor([False, False, True, False]),
     )
     minibatches = [[SimpleNamespace(tokens=torch.zeros(int(lengths[i])))] for i in mine[rank]]
