@@ -397,7 +397,7 @@ def test_single_responses_are_taken(world):
     assert rollout.take(range(6)).scores.tolist() == rollout.scores.tolist()
     assert rollout.take([0]).cat(rollout.take([3])).group.tolist() == [0, 1]
     for wrong in ([6], [-1], [0, 99]):
-        with pytest.raises(ValueError, match=r"rollout.take: responses -?\d+ to -?\d+ of 6, must be numbers from 0 to 5"):
+        with pytest.raises(ValueError, match=r"rollout.take: responses -?\d+ to -?\d+ of 6, must be numbers"):
             rollout.take(wrong)
     rollout.batch.extra["mine"] = rollout.batch.tokens
     with pytest.raises(ValueError, match=r"select and take would lose the fields \['mine'\]"):
