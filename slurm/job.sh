@@ -39,12 +39,11 @@ HEAD=${nodes[0]}
 PORT=$((20000 + SLURM_JOB_ID % 12000))
 
 python=("$VENV/bin/python")
-torchrun=("$VENV/bin/torchrun")
 if [[ -n ${IMAGE:-} ]]; then
     container=(apptainer exec --nv --pwd "$PWD" --bind "$PWD,$(realpath "$RUN_DIR")${BIND:+,$BIND}" "$IMAGE")
     python=("${container[@]}" python)
-    torchrun=("${container[@]}" torchrun)
 fi
+torchrun=("${python[@]}" slurm/launch.py)
 if ((${SLURM_GPUS_ON_NODE:-0} > 0)); then
     srun "${python[@]}" tools/doctor.py --only packages --gpus "$SLURM_GPUS_ON_NODE" || die "these packages cannot use the \
 $SLURM_GPUS_ON_NODE GPUs of a node"
