@@ -162,6 +162,8 @@ def main() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is in the package: a hub must not be asked
     try:
         build(parser.parse_args().out)
+    except ModuleNotFoundError as error:
+        sys.exit(f"error: package {error.name} is not installed; run `make setup`")
     except ValueError as error:
         sys.exit(f"error: {error}")
 

@@ -1,4 +1,4 @@
-"""torchrun, as `python slurm/launch.py` with its flags: a stop by a signal is one line, and not torchrun's traceback."""
+"""torchrun, as `python slurm/launch.py` with its flags: a stop by a signal is one line, not a traceback."""
 
 import signal
 import sys
