@@ -188,7 +188,7 @@ def test_foreign_folder_is_refused(tmp_path, folder):
     (folder / "conversion.json").unlink()
     for name in ("thesis", "thesis/thesis.tex", "model"):
         before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".lock"}
-        with pytest.raises(ValueError, match="holds something else than this script's model: it is not empty|is no folder"):
+        with pytest.raises(ValueError, match=r"holds something else than this script's model|is no folder"):
             smollm2.build(tmp_path / name)
         assert {path: path.read_bytes() for path in before} == before
     (tmp_path / "empty").mkdir()
