@@ -201,6 +201,14 @@ def test_tasks_of_an_array_have_their_numbers_in_flags_and_folders(echo, tmp_pat
     assert "mkdir -p runs/tiny_3\n" in text
 
 
+def test_the_check_of_a_node_leaves_files_of_its_name(echo, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/.node0").write_text("mine")
+    submitted("one_node.sbatch", echo, tmp_path / "log")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [".node0"]
+    assert (tmp_path / "run/.node0").read_text() == "mine"
+
+
 def test_a_step_gets_all_cores_of_its_task(echo, tmp_path):
     """srun takes them from this variable, not from sbatch's --cpus-per-task."""
     put_python(tmp_path / "venv/bin", 'echo "cores ${SRUN_CPUS_PER_TASK:-none}"')
