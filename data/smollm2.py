@@ -16,6 +16,7 @@ import importlib.metadata
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -192,6 +193,8 @@ def main() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is in the package: a hub must not be asked
     try:
         build(parser.parse_args().out)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
     except ModuleNotFoundError as error:
         sys.exit(f"error: package {error.name} is not installed; run `make setup`")
     except ValueError as error:

@@ -10,6 +10,7 @@ import errno
 import fcntl
 import json
 import os
+import signal
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -207,9 +208,12 @@ def visible(text: str) -> str:
 
 
 def run(main: Callable[[], None]) -> None:
-    """Calls main() and prints a mistake in flags or files, a ValueError or an OSError, as a message."""
+    """Calls main() and prints a mistake in flags or files, a ValueError or an OSError, as a message. Ctrl-C ends it
+    without one."""
     try:
         main()
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
     except (ValueError, OSError) as error:
         sys.exit(visible(f"error: {error}"))
 

@@ -673,6 +673,13 @@ def test_a_corpus_of_others_is_not_replaced(tmp_path, monkeypatch):
         assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == rows
 
 
+def test_ctrl_c_ends_a_script_without_a_traceback(tmp_path):
+    script = f"import sys; sys.path.insert(0, {str(ROOT / 'data')!r}); import verl_rows, os, signal, time\n" \
+             "def main():\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(20)\nverl_rows.run(main)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_distinct_and_write(tmp_path, capsys, monkeypatch):
     rng = random.Random(0)
     rows = [verl_rows.make_row("s", f"question {rng.random()}", "1", "math", "train", i) for i in range(3000)]
