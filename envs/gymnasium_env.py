@@ -9,7 +9,11 @@
 import json
 import re
 
-import gymnasium
+try:
+    import gymnasium
+except ModuleNotFoundError as error:
+    raise ValueError(f"--rollout.episode envs/gymnasium_env.py: package {error.name} is not installed; run `pip "
+                     f"install gymnasium==1.4.0`") from None
 
 ACTIONS = {
     "FrozenLake": ["left", "down", "right", "up"],

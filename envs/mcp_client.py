@@ -12,8 +12,11 @@ import os
 import shlex
 from collections.abc import Callable
 
-import mcp
-from mcp import types
+try:
+    from mcp import Client, StdioServerParameters, Tool, types
+except ImportError as error:                                # mcp 1 has no Client
+    raise ValueError(f"--rollout.episode envs/mcp_client.py: mcp 2 is not installed ({error}); run `pip install "
+                     f"mcp==2.3.0`") from None
 
 SERVER = os.environ.get("MCP_SERVER", "")
 if not SERVER:
@@ -24,9 +27,9 @@ async def episode(chat, row):
     """Returns the last reply, without calls: its text is scored."""
     command, *arguments = shlex.split(SERVER)
     is_url = command.startswith(("http://", "https://"))
-    process = mcp.StdioServerParameters(command=command, args=arguments, env={"TMPDIR": os.environ["TMPDIR"]})
+    process = StdioServerParameters(command=command, args=arguments, env={"TMPDIR": os.environ["TMPDIR"]})
     server = command if is_url else process
-    async with mcp.Client(server) as client:
+    async with Client(server) as client:
         chat.tools = [tool_of(client, tool) for tool in await tools_of(client)]
         text = await chat.reply()
         while chat.tool_calls:
@@ -35,7 +38,7 @@ async def episode(chat, row):
     return text or ""
 
 
-async def tools_of(client: mcp.Client) -> list[mcp.Tool]:
+async def tools_of(client: Client) -> list[Tool]:
     """All tools of the server, which may list them in several pages."""
     page = await client.list_tools()
     tools = [*page.tools]
@@ -45,7 +48,7 @@ async def tools_of(client: mcp.Client) -> list[mcp.Tool]:
     return tools
 
 
-def tool_of(client: mcp.Client, tool: mcp.Tool) -> Callable:
+def tool_of(client: Client, tool: Tool) -> Callable:
     """A tool of the server as a function. Its schema is the server's."""
 
     async def call(**arguments) -> str | list | dict:

@@ -13,8 +13,13 @@ import json
 import os
 from typing import Any
 
-import httpx
-from openenv.core import GenericEnvClient
+try:
+    import httpx
+    from openenv.core import GenericEnvClient
+except ImportError as error:
+    raise ValueError(f"--rollout.episode envs/openenv_env.py: OpenEnv's packages are not installed, or not in "
+                     f"PYTHONPATH ({error}); run `pip install --no-deps --target openenv_packages -r "
+                     f"requirements-openenv.txt`, then this with PYTHONPATH=openenv_packages") from None
 
 SERVER = os.environ.get("OPENENV_SERVER", "")
 COMMON = ("done", "reward", "metadata")  # that every observation has, and that are not shown

@@ -11,7 +11,11 @@ import json
 import os
 from pathlib import Path
 
-import bm25s
+try:
+    import bm25s
+except ModuleNotFoundError as error:
+    raise ValueError(f"--rollout.episode envs/search.py: package {error.name} is not installed; run `pip install "
+                     f"bm25s==0.3.16`") from None
 
 from rewards.format import last_between
 from rewards.search_qa import compute_score

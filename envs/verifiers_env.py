@@ -14,8 +14,13 @@ import os
 import signal
 import time
 
-import verifiers.legacy as vf
-from verifiers.legacy import types
+try:
+    import verifiers.legacy as vf
+    from verifiers.legacy import types
+except ImportError as error:
+    raise ValueError(f"--rollout.episode envs/verifiers_env.py: verifiers' packages are not installed, or not in "
+                     f"PYTHONPATH ({error}); run `pip install --no-deps --target verifiers_packages -r "
+                     f"requirements-verifiers.txt`, then this with PYTHONPATH=verifiers_packages") from None
 
 NAME = os.environ.get("VERIFIERS_ENV", "")
 

@@ -16,7 +16,11 @@ import os
 import re
 from pathlib import Path
 
-import openai
+try:
+    import openai
+except ModuleNotFoundError as error:
+    raise ValueError(f"--reward.function rewards/judge.py: package {error.name} is not installed; run `pip install "
+                     f"openai==2.54.0`") from None
 
 TEMPLATE = """Grade the response to the question against the reference answer.
 

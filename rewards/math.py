@@ -93,4 +93,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, scor
 
 def check(**_) -> None:
     """Before training: the library must be there."""
-    import math_verify  # noqa: F401
+    try:
+        import math_verify  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ValueError(f"package {error.name} is not installed; run `pip install 'math-verify[antlr4-13-2]==0.9.0' "
+                         f"latex2sympy2_extended==1.11.0`") from None

@@ -25,7 +25,7 @@ export SCRIPT RUN_DIR=${RUN_DIR//%a/${SLURM_ARRAY_TASK_ID:-%a}}
 
 # Every node by itself: the repository is there, the run folder can be written, the GPUs that Slurm promised answer.
 node_check='[[ -f $SCRIPT ]] || { echo "$HOSTNAME: no $PWD/$SCRIPT"; exit 1; }
-mkdir -p "$RUN_DIR" && touch "$RUN_DIR/.$HOSTNAME" && rm "$RUN_DIR/.$HOSTNAME" || { echo "$HOSTNAME: no $RUN_DIR"; exit 1; }
+mkdir -p "$RUN_DIR" && file=$(mktemp "$RUN_DIR/.XXXXXX") && rm "$file" || { echo "$HOSTNAME: no $RUN_DIR"; exit 1; }
 found=$( (nvidia-smi -L 2> /dev/null || true) | wc -l)
 (( found >= ${SLURM_GPUS_ON_NODE:-0} )) || { echo "$HOSTNAME: $found GPUs, not ${SLURM_GPUS_ON_NODE}"; exit 1; }
 echo "$HOSTNAME: $found GPUs, $(df -h --output=avail "$RUN_DIR" | tail -n 1 | tr -d " ") free in $RUN_DIR"'
@@ -39,12 +39,11 @@ HEAD=${nodes[0]}
 PORT=$((20000 + SLURM_JOB_ID % 12000))
 
 python=("$VENV/bin/python")
-torchrun=("$VENV/bin/torchrun")
 if [[ -n ${IMAGE:-} ]]; then
     container=(apptainer exec --nv --pwd "$PWD" --bind "$PWD,$(realpath "$RUN_DIR")${BIND:+,$BIND}" "$IMAGE")
     python=("${container[@]}" python)
-    torchrun=("${container[@]}" torchrun)
 fi
+torchrun=("${python[@]}" slurm/launch.py)
 if ((${SLURM_GPUS_ON_NODE:-0} > 0)); then
     srun "${python[@]}" tools/doctor.py --only packages --gpus "$SLURM_GPUS_ON_NODE" || die "these packages cannot use the \
 $SLURM_GPUS_ON_NODE GPUs of a node"

@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from datetime import date
@@ -35,6 +36,8 @@ OWN = {"row": pa.int32(), "greedy": pa.bool_(), "acc": pa.float64(), "counted_re
 """Columns that an evaluation has beside those of RUN/rollouts: the row in the data set, whether the response is greedy,
 what validation counts (exactly), the tokens that the model sampled, and what identifies the question: its messages and
 ground truth, and its details (images and extra_info)."""
+OWN_FILES = ("config.json", "evaluation.json", "metrics.jsonl", "skipped_val.jsonl", "begun", "model", "rollouts")
+"""What an evaluation writes in its folder."""
 PLACES = ("split", "index")
 """Keys of extra_info that say where a row stands. Copies of a data set differ in them."""
 RESAMPLES = 10_000
@@ -84,8 +87,13 @@ def begin(args: Any, source: str, num_ranks: int) -> str:
     if before and before != now:
         raise ValueError(f"--run-dir {folder} has another evaluation, {'; '.join(differences(before, now))}: choose "
                          f"another folder, or give the flags of before")
-    if not before and (folder / "config.json").exists():
-        raise ValueError(f"--run-dir {folder} is the folder of something else: choose another one")
+    found = [name for name in OWN_FILES if os.path.lexists(folder / name)]
+    if not before and found:
+        raise ValueError(f"--run-dir {folder} is the folder of something else: it has {found[0]}, which an evaluation "
+                         f"would write; choose another one")
+    if links := [name for name in found if (folder / name).is_symlink()]:
+        raise ValueError(f"--run-dir {folder}: {links[0]} is a symbolic link, whose target would be overwritten; no "
+                         f"evaluation makes one: choose another folder")
     write_manifest(folder / "begun", now)
     flags = json.dumps(redacted(dataclasses.asdict(args)), indent=2, default=str)
     (folder / "config.json").write_text(flags + "\n")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from common.checkpoint.export import hf_files, model_of, replace_hf
 from common.checkpoint.files import complete_checkpoints
+from common.checkpoint.own import MARK
 from common.model.loading import read_config, read_tokenizer
 from common.model.policy import ModelConfig
 from common.source.folder import check_folder, check_weights
@@ -48,7 +49,7 @@ def write_model(source: str, out: Path, config: ModelConfig) -> str:
     is_adapter = (path / ADAPTER).is_file()
     if not is_adapter and not complete_checkpoints(path):
         return source
-    if not (out / "config.json").is_file():
+    if not (out / MARK).is_file():
         if is_adapter:
             merge_adapter(path, out, config)
         else:

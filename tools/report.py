@@ -12,7 +12,9 @@ import hashlib
 import http.server
 import os
 import re
+import struct
 import tempfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,7 @@ from tools.runs import CLOCK, finite, read_flags, read_metrics, read_rollouts, s
 
 PAGE = Path(__file__).parent / "page"
 MAX_WARNINGS = 200
+END_OF_PNG = struct.pack(">I4sI", 0, b"IEND", zlib.crc32(b"IEND"))
 
 
 @dataclass
@@ -102,10 +105,35 @@ def write_page(runs: list[str], out: Path, max_mb: float) -> None:
 @contextlib.contextmanager
 def replacing(out: Path) -> Iterator[Path]:
     """A new file beside `out`, which takes its place at the end. A link there is never followed, as the folder may be
-    somebody else's."""
+    somebody else's. Raises ValueError if what is there is not as this tool wrote it."""
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
-        yield Path(folder) / out.name
-        os.replace(Path(folder) / out.name, out)
+        partial = Path(folder) / out.name
+        yield partial
+        partial.write_bytes(marked(partial.read_bytes()))
+        check_replaceable(out)
+        os.replace(partial, out)
+
+
+def marked(content: bytes) -> bytes:
+    """A page or picture with its own checksum: in a comment at the end, or in a PNG's last chunk of text."""
+    text = b"plainrl %08x" % zlib.crc32(content)
+    if not content.endswith(END_OF_PNG):
+        return content + b"<!-- " + text + b" -->\n"
+    chunk = b"tEXtSource\0" + text
+    return content.removesuffix(END_OF_PNG) + struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(
+        ">I", zlib.crc32(chunk)) + END_OF_PNG
+
+
+def check_replaceable(out: Path) -> None:
+    """Raises ValueError if there is a file that this tool did not write, or that was changed since."""
+    if not out.is_file() or out.is_symlink():               # a link is replaced, not what it names
+        return
+    content = out.read_bytes()
+    end = END_OF_PNG if content.endswith(END_OF_PNG) else b""
+    without = content[: -len(marked(end))]                  # of the same length for all contents
+    if marked(without + end) != content:
+        raise ValueError(f"{out} would be replaced, and is not as this tool wrote it (or is of an earlier version): "
+                         f"move it away, or name another file, --out FILE")
 
 
 def page(data: dict[str, Any], connect: str) -> str:
@@ -211,6 +239,8 @@ def main(args: Args) -> None:
         raise ValueError(f"{out} is a link or no file, and is not replaced: --out FILE names another one")
     if out.is_dir() or (args.out and not out.parent.is_dir()):
         raise ValueError(f"--out {out} must be a file in a folder that is there")
+    if not args.serve:
+        check_replaceable(out)
     if args.serve:
         server = Server(list(args.runs), args.max_mb, args.port)
         print(f"http://localhost:{server.server_port} until Ctrl-C", flush=True)

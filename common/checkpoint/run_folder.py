@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from common.checkpoint.files import read_manifest
-from common.checkpoint.own import LOCK
+from common.checkpoint.own import HOLDER, LOCK
 from common.checkpoint.secrets import differences, flags_of
 from common.parallel.ranks import World, all_gather_objects, on_main
 
@@ -35,11 +35,17 @@ def lock(run_dir: str) -> str:
     carries it to other machines (there, the lock of a machine that crashed lasts until the server's lease ends).
     """
     path = Path(run_dir).resolve() / LOCK
+    if path.is_symlink():
+        raise ValueError(f"--run-dir {run_dir}: {LOCK} is a symbolic link, whose target would be overwritten; no run "
+                         f"makes one: choose another --run-dir")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = HELD[path] = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not HOLDER.fullmatch(os.read(file, 10_000)):
+            raise ValueError(f"--run-dir {run_dir}: {LOCK} is not of a run: choose another --run-dir")
         os.ftruncate(file, 0)
+        os.lseek(file, 0, os.SEEK_SET)
         os.write(file, holder().encode())
         os.fsync(file)                                          # other machines read it at once
     except BlockingIOError:

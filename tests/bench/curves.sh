@@ -246,9 +246,12 @@ agent() {
 
 # draw NAME RUNS...: curves and tables. A page that a person wrote stays, and the tables are only printed.
 draw() {
-    local page=tests/evidence/$1.md
+    local page=tests/evidence/$1.md folder
+    folder=$(mktemp -d)
     [[ ! -e $page ]] || grep -q 'curves.sh writes this page' "$page" || page=/dev/null
-    .venv/bin/python -m tools.report "${@:2}" --out "tests/evidence/$1.png"
+    .venv/bin/python -m tools.report "${@:2}" --out "$folder/$1.png"
+    mv "$folder/$1.png" tests/evidence
+    rmdir "$folder"
     {
         printf '# Runs: %s\n\ntests/bench/curves.sh writes this page: validation before and after training, ' "$1"
         printf 'the training reward, and the time of each phase.\n\n![curves](%s.png)\n\n' "$1"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from common.checkpoint import files, own
+from common.checkpoint import files, own, run_folder
 from common.checkpoint.export import replace_hf
 from common.checkpoint.manager import SaveConfig
 from common.model.reward_model import RewardModelConfig
@@ -107,6 +107,24 @@ def test_a_run_writes_through_no_link(name, make, rule, tmp_path):
     make(tmp_path / name)
     with pytest.raises(ValueError, match=rule):
         own.check_run_folder(Args(str(tmp_path)))
+
+
+@pytest.mark.parametrize(("make", "rule"), [
+    (lambda path: path.symlink_to(path.with_name("notes")), ".lock is a symbolic link, whose target"),
+    (lambda path: path.write_text("alias ls=rm"), ".lock is not of a run: choose another --run-dir"),
+    (lambda path: path.write_text("process 1 on here\nalias ls=rm\n"), ".lock is not of a run"),
+    (lambda path: path.write_bytes(b"\xff\x00"), ".lock is not of a run"),
+    (os.mkdir, ".lock cannot be written or locked"),
+])
+def test_the_lock_of_something_else_stays(make, rule, tmp_path):
+    """Also where `check_run_folder` is not called: by evaluate.py."""
+    (tmp_path / "notes").write_text("mine")
+    make(tmp_path / ".lock")
+    before = (tmp_path / ".lock").read_bytes() if (tmp_path / ".lock").is_file() else b""
+    with pytest.raises(ValueError, match=rule):
+        run_folder.lock(str(tmp_path))
+    assert (tmp_path / "notes").read_text() == "mine"
+    assert not before or (tmp_path / ".lock").read_bytes() == before
 
 
 def test_what_a_user_put_into_a_checkpoint_stays(save, tmp_path, capsys):

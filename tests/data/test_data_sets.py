@@ -43,6 +43,7 @@ import math500
 import mbpp
 import mbpp_plus
 import reasoning_gym_task
+import search
 import verl_rows
 
 COLUMNS = ["data_source", "prompt", "ability", "reward_model", "extra_info"]
@@ -579,7 +580,7 @@ def test_no_script_replaces_a_module_that_something_imports():
 def test_two_writers_of_one_file(tmp_path, capsys):
     """The second waits for the first, whatever a killed one has left, and finds its file complete."""
     path, begun, goes_on = tmp_path / "rows.parquet", threading.Event(), threading.Event()
-    (tmp_path / ".rows.parquet.tmp").write_bytes(b"half")
+    (tmp_path / ".rows.parquet.tmp").write_bytes(b"PAR1half")
 
     def rows():
         yield from ({"number": number} for number in range(3000))
@@ -601,6 +602,82 @@ def test_two_writers_of_one_file(tmp_path, capsys):
         f"data: {path} {how}, 3000 problems" for how in ("written", "is complete")
     ]
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_only_what_was_written_here_is_replaced(tmp_path):
+    """A file of this function gives way to other rows; any other one stays as it is, unless it has these very rows."""
+    path, own = tmp_path / "rows.parquet", [{"number": number} for number in range(3000)]
+
+    def other_rows():
+        return ({"number": -number} for number in range(3000))
+
+    verl_rows.write(own, path)
+    written, table = path.read_bytes(), pq.read_table(path)
+    mark = {"plainrl": pq.read_metadata(path).metadata[b"plainrl"]}
+    verl_rows.write(other_rows(), path)
+    assert pq.read_table(path).column("number").to_pylist()[-1] == -2999
+
+    def pandas() -> None:
+        table.to_pandas().to_parquet(path)
+
+    def link() -> None:
+        (tmp_path / "elsewhere").write_bytes(written)
+        path.symlink_to(tmp_path / "elsewhere")
+
+    others = [
+        lambda: path.write_bytes(b""), lambda: path.write_bytes(b"mine"), lambda: path.write_text("number\n1\n2\n"),
+        pandas, link, path.mkdir, lambda: path.symlink_to(tmp_path / "nothing"),
+        lambda: pq.write_table(table.slice(0, 10).replace_schema_metadata(mark), path),  # chosen rows
+        lambda: pq.write_table(pa.table({"number": [1], "mine": [2]}), path),
+        lambda: pq.write_table(table.replace_schema_metadata(None), path),              # of an earlier version
+        lambda: path.write_bytes(written[:2000] + b"x" + written[2001:]), lambda: path.write_bytes(written[:-100]),
+    ]
+    for make in others:
+        path.unlink() if not path.is_dir() else path.rmdir()
+        make()
+        before = None if path.is_dir() or not path.exists() else path.read_bytes()
+        with pytest.raises(ValueError, match=r"rows.parquet would be replaced, .*: move it away, or name another"):
+            verl_rows.write(other_rows(), path)
+        assert before is None or path.read_bytes() == before
+        assert {file.name for file in tmp_path.iterdir()} <= {"rows.parquet", "elsewhere"}
+    path.unlink()
+    pq.write_table(table.replace_schema_metadata(None), path, row_group_size=1024)      # of an earlier version
+    before = path.read_bytes()
+    verl_rows.write(own, path)
+    assert path.read_bytes() == before
+    (tmp_path / ".rows.parquet.tmp").write_text("mine")
+    with pytest.raises(ValueError, match=r".rows.parquet.tmp is in the way"):
+        verl_rows.write(own, path)
+    assert (tmp_path / ".rows.parquet.tmp").read_text() == "mine"
+
+
+def test_a_corpus_of_others_is_not_replaced(tmp_path, monkeypatch):
+    """data/search.py's own one is, also of other flags."""
+    corpus = tmp_path / "corpus.jsonl"
+
+    def make(*flags: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["search.py", "--out", str(tmp_path), *flags])
+        search.main()
+
+    make("--num-people", "50")
+    before = corpus.read_text()
+    make("--seed", "1")
+    assert len(corpus.read_text().splitlines()) == 400 > len(before.splitlines()) == 150
+    own = json.loads(before.splitlines()[0])
+    for row in ({"title": "mine", "text": "mine"}, own | {"text": own["text"] + " And more."}, own | {"source": "mine"},
+                own | {"title": "mine"}, {"title": own["title"]}, [], "mine", 1):
+        corpus.write_text(before + json.dumps(row) + "\n")
+        rows = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+        with pytest.raises(ValueError, match=r"corpus.jsonl would be replaced, and is no corpus of this script"):
+            make()
+        assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == rows
+
+
+def test_ctrl_c_ends_a_script_without_a_traceback(tmp_path):
+    script = f"import sys; sys.path.insert(0, {str(ROOT / 'data')!r}); import verl_rows, os, signal, time\n" \
+             "def main():\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(20)\nverl_rows.run(main)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_distinct_and_write(tmp_path, capsys, monkeypatch):

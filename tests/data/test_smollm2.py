@@ -125,20 +125,53 @@ def folder(tmp_path, monkeypatch) -> Path:
     return tmp_path / "model"
 
 
-@pytest.mark.parametrize(("damage", "message"), [
-    (lambda folder: (folder / "conversion.json").write_text('{"recipe": 1'), "has a damaged conversion.json"),
-    (lambda folder: (folder / "conversion.json").write_text("{}"), "has a damaged conversion.json"),
-    (lambda folder: (folder / "model.safetensors").write_bytes(bytes(999)), "has a damaged model.safetensors"),
-    (lambda folder: (folder / "model.safetensors").write_bytes(bytes(999) + b"x"), "has a damaged model.safetensors"),
-    (lambda folder: (folder / "config.json").unlink(), "lacks config.json"),
-])
-def test_damaged_folder_is_made_anew(folder, capsys, damage, message):
+def test_a_folder_that_lacks_a_file_is_made_anew(folder, capsys):
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    damage(folder)
+    (folder / "config.json").unlink()
     capsys.readouterr()
     assert smollm2.build(folder) is True
-    assert message in capsys.readouterr().out
+    assert "lacks config.json" in capsys.readouterr().out
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda folder: (folder / "conversion.json").write_text('{"recipe": 1'), "no conversion.json of this script"),
+    (lambda folder: (folder / "conversion.json").write_text("{}"), "no conversion.json of this script"),
+    (lambda folder: (folder / "conversion.json").write_text('{"files": {"config.json": 2}}'), "no conversion.json of"),
+    (lambda folder: (folder / "model.safetensors").write_bytes(bytes(999)), "has a file model.safetensors that"),
+    (lambda folder: (folder / "model.safetensors").write_bytes(bytes(999) + b"x"), "has a file model.safetensors that"),
+    (lambda folder: (folder / "config.json").write_text('{"mine": 1}'), "has a file config.json that"),
+    (lambda folder: (folder / "notes.txt").write_text("mine"), "has a file notes.txt that"),
+    (lambda folder: (folder / "eval/notes.txt").write_text("mine"), "has a file eval/notes.txt that"),
+    (lambda folder: (folder / "notes.txt").symlink_to(SCRIPT), "has a file notes.txt that"),
+])
+def test_a_folder_with_what_this_script_did_not_write_is_refused(folder, monkeypatch, change, message):
+    """Also by another version's recipe, which makes its own folders anew."""
+    (folder / "eval").mkdir()
+    change(folder)
+    before = contents(folder)
+    monkeypatch.setattr(smollm2, "RECIPE", smollm2.RECIPE + 1)
+    with pytest.raises(ValueError, match=message):
+        smollm2.build(folder)
+    assert contents(folder) == before
+
+
+def test_others_files_beside_the_folder_stay(tmp_path, monkeypatch):
+    """A link to another folder, and hidden files that have the names of this script's."""
+    monkeypatch.setattr(smollm2, "convert", fake_convert)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "mine")
+    with pytest.raises(ValueError, match="is no folder; name another folder"):
+        smollm2.build(tmp_path / "link")
+    (tmp_path / ".model.tmp-mine").mkdir()
+    (tmp_path / ".model.tmp-mine/notes.txt").write_text("mine")
+    (tmp_path / ".model.lock").write_text("mine")
+    assert smollm2.build(tmp_path / "model") is True
+    assert (tmp_path / ".model.tmp-mine/notes.txt").read_text() == (tmp_path / ".model.lock").read_text() == "mine"
 
 
 def test_folder_of_another_recipe_is_made_anew(folder, monkeypatch, capsys):
@@ -155,7 +188,7 @@ def test_foreign_folder_is_refused(tmp_path, folder):
     (folder / "conversion.json").unlink()
     for name in ("thesis", "thesis/thesis.tex", "model"):
         before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".lock"}
-        with pytest.raises(ValueError, match="holds something else than this script's model: it is not empty, and has"):
+        with pytest.raises(ValueError, match=r"holds something else than this script's model|is no folder"):
             smollm2.build(tmp_path / name)
         assert {path: path.read_bytes() for path in before} == before
     (tmp_path / "empty").mkdir()
@@ -167,7 +200,7 @@ def test_failed_conversion_leaves_the_old_folder_and_no_other(folder, monkeypatc
         (out / "config.json").write_text("half")
         raise OSError("disk full")
 
-    (folder / "model.safetensors").write_bytes(bytes(999))
+    (folder / "model.safetensors").unlink()
     monkeypatch.setattr(smollm2, "convert", fail)
     with pytest.raises(OSError, match="disk full"):
         smollm2.build(folder)

@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pyarrow.parquet as pq
+import pytest
 from transformers import AutoTokenizer
 
 from common.dataset.store import load_prompts
@@ -62,14 +63,17 @@ def test_word_problems_are_right_disjoint_and_repeatable(tmp_path, smollm):
     assert (tmp_path / "a" / "train.parquet").read_bytes() == same != other
 
 
-def test_word_problems_leave_a_complete_file_and_repair_a_damaged_one(tmp_path):
+def test_word_problems_leave_a_complete_file_and_replace_their_own_alone(tmp_path):
     flags = ("--num-train", "20", "--num-test", "5")
     generate(tmp_path, *flags)
     train = tmp_path / "train.parquet"
     before, modified = train.read_bytes(), train.stat().st_mtime_ns
     assert generate(tmp_path, *flags).count("is complete") == 2
     assert train.stat().st_mtime_ns == modified
+    assert "train.parquet written" in generate(tmp_path, *flags, "--seed", "1")
+    assert train.read_bytes() != before
     train.write_bytes(before[:100])
-    assert "train.parquet written" in generate(tmp_path, *flags)
-    assert train.read_bytes() == before
+    with pytest.raises(subprocess.CalledProcessError) as failed:
+        generate(tmp_path, *flags)
+    assert "train.parquet would be replaced" in failed.value.stderr and train.read_bytes() == before[:100]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["test.parquet", "train.parquet"]

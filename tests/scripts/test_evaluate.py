@@ -406,6 +406,47 @@ def test_a_folder_of_something_else_is_not_taken(flags, runs):
     assert done.returncode == 2 and "is the folder of something else" in done.stderr
 
 
+@pytest.mark.parametrize(("name", "make"), [
+    *((name, lambda path: path.write_text("mine")) for name in evaluation.OWN_FILES),
+    ("rollouts", os.mkdir), ("model", os.mkdir), ("begun", os.mkdir),
+    ("metrics.jsonl", lambda path: path.symlink_to("/nowhere")), ("evaluation.json", os.mkfifo),
+])
+def test_what_no_evaluation_wrote_is_not_replaced(flags, name, make, tmp_path, tiny_llama):
+    import tyro
+
+    run = tmp_path / "run"
+    args = tyro.cli(evaluate.Args, args=[*flags, "--run-dir", str(run)])
+    run.mkdir()
+    make(run / name)
+    with pytest.raises(ValueError, match=rf"is the folder of something else: it has {name}, which an evaluation would"):
+        evaluation.begin(args, str(tiny_llama), 1)
+    assert [path.name for path in run.iterdir()] == [name]
+    assert not (run / name).is_file() or (run / name).read_text() == "mine"
+
+
+def test_an_evaluation_writes_through_no_link(flags, tmp_path, tiny_llama):
+    import tyro
+
+    run = tmp_path / "run"
+    args = tyro.cli(evaluate.Args, args=[*flags, "--run-dir", str(run)])
+    run.mkdir()
+    evaluation.begin(args, str(tiny_llama), 1)
+    evaluation.begin(args, str(tiny_llama), 1)                          # it continues
+    (tmp_path / "notes").write_text("mine")
+    (run / "evaluation.json").symlink_to(tmp_path / "notes")
+    with pytest.raises(ValueError, match=r"evaluation.json is a symbolic link, whose target would be overwritten"):
+        evaluation.begin(args, str(tiny_llama), 1)
+
+
+def test_a_model_in_the_folder_that_no_export_wrote_is_neither_read_nor_replaced(runs, tmp_path):
+    checkpoint = model_source.resolve(str(runs / "one/grpo"))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("mine")
+    with pytest.raises(ValueError, match=r"model would be replaced, and has no plainrl.json"):
+        model_source.write_model(checkpoint, tmp_path / "model", ModelConfig())
+    assert (tmp_path / "model/config.json").read_text() == "mine"
+
+
 def test_other_weights_and_other_data_are_refused(flags, tmp_path, monkeypatch, tiny_llama):
     import tyro
 

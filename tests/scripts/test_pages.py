@@ -182,6 +182,13 @@ def test_wrong_flags_paths_and_links_are_found(known, names, tmp_path):
     assert broken_links(" ".join(f"[x]({link})" for link in wrong) + good, page) == wrong
 
 
+def test_a_server_of_vllm_is_started_in_the_environment_that_has_its_packages():
+    """What it needs beside vLLM's engine (uvicorn, watchfiles, ...) is not in requirements-cpu.txt."""
+    said = [re.sub(r"\.venv-gpu/bin/vllm serve", "", (ROOT / page).read_text()) for page in ("README.md", *DOCS)]
+    assert not any("vllm serve" in text or "vllm.entrypoints" in text for text in said)
+    assert any(".venv-gpu/bin/vllm serve" in (ROOT / page).read_text() for page in DOCS)
+
+
 def test_pages_are_few_and_short():
     assert 10 <= len(DOCS) <= MOST_PAGES
     words = {page: num_words((ROOT / page).read_text()) for page in ("README.md", *DOCS)}

@@ -39,6 +39,15 @@ def put(folder, name: str, text: str) -> None:
     (folder / name).chmod(0o755)
 
 
+def put_python(folder, launch: str) -> None:
+    """This Python, which runs the line `launch` where slurm/launch.py would start the ranks."""
+    put(folder, "python", f'''#!/usr/bin/env bash
+[[ $1 == slurm/launch.py ]] || exec {sys.executable} "$@"
+shift
+{launch}
+''')
+
+
 @pytest.fixture
 def cluster(tmp_path):
     """Environment of a job, with stub commands first in the PATH."""
@@ -47,7 +56,6 @@ def cluster(tmp_path):
     put(bin, "srun", SRUN)
     put(bin, "scontrol", SCONTROL)
     put(bin, "apptainer", '#!/usr/bin/env bash\nwhile [[ $1 != *.sif ]]; do shift; done\nexec "${@:2}"\n')
-    put(bin, "torchrun", f'#!/usr/bin/env bash\nexec {sys.executable} -m torch.distributed.run "$@"\n')
     (tmp_path / "image.sif").touch()
     ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_GPUS_ON_NODE",
             "SCRIPT", "MODEL", "TRAIN_DATA", "VAL_DATA", "BIND", "HF_HUB_OFFLINE", "SLURM_ARRAY_JOB_ID",
@@ -79,6 +87,7 @@ def test_two_nodes_are_stopped_requeued_and_continue(cluster, flags, tmp_path): 
     assert job.wait(100) != 0
     text = log.read_text()
     assert "node1: 0 GPUs" in text and "stopped by SIGUSR1 after step" in text, text[-6000:]
+    assert text.count("torchrun: stopped by SIGUSR1\n") == 2 and "Traceback" not in text, text[-6000:]
     assert (tmp_path / "scontrol.log").read_text().split() == ["requeue", cluster["SLURM_JOB_ID"]]
     (saved,) = steps_on_disk(run)
     assert 2 <= saved < 100
@@ -90,6 +99,42 @@ def test_two_nodes_are_stopped_requeued_and_continue(cluster, flags, tmp_path): 
     assert len((tmp_path / "scontrol.log").read_text().splitlines()) == 1
     assert [row["step"] for row in metrics(run)] == [*range(saved + 2)]
     assert files.read_manifest(run / f"checkpoints/step_{saved + 1:06d}")["world_size"] == 2
+
+
+WORKER = """import signal, sys, time
+if "fails" in sys.argv:
+    raise ValueError("a real failure")
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+    signal.signal(number, lambda number, _: sys.exit(128 + number))
+print("ready", flush=True)
+time.sleep(100)
+"""
+
+
+def launched(folder, *arguments: str) -> subprocess.Popen:
+    (folder / "worker.py").write_text(WORKER)
+    return subprocess.Popen(
+        [sys.executable, "slurm/launch.py", "--standalone", "--nproc-per-node", "1", "--log-dir", folder / "logs",
+         "--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGUSR1", folder / "worker.py", *arguments],
+        cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
+def test_a_stop_by_a_signal_ends_in_one_line(name, tmp_path):
+    launcher = launched(tmp_path)
+    while launcher.stdout.readline().strip() != "ready":
+        assert launcher.poll() is None
+    launcher.send_signal(signal.Signals[name])
+    said, _ = launcher.communicate(timeout=60)
+    assert launcher.returncode == 1 and said.endswith(f"torchrun: stopped by {name}\n") and "Traceback" not in said
+
+
+def test_a_rank_that_fails_has_torchruns_own_report(tmp_path):
+    launcher = launched(tmp_path, "fails")
+    said, _ = launcher.communicate(timeout=60)
+    assert launcher.returncode == 1 and "ChildFailedError" in said and "ValueError: a real failure" in said
+    assert "stopped by" not in said
 
 
 def test_a_signal_before_the_step_queues_the_job_again(echo, tmp_path):
@@ -109,7 +154,7 @@ def test_a_preempted_job_is_queued_again(echo, tmp_path, when, code, again):
     shown = f"   PreemptEligibleTime=2026-11-25T14:52:36 PreemptTime={when}"
     answers = f"if [[ $2 == job ]]; then echo '{shown}'; elif [[ $1"
     put(tmp_path / "bin", "scontrol", SCONTROL.replace("if [[ $1", answers))
-    put(tmp_path / "venv/bin", "torchrun", f"#!/usr/bin/env bash\nexit {code}\n")
+    put_python(tmp_path / "venv/bin", f"exit {code}")
     text = submitted("one_node.sbatch", echo, tmp_path / "log", code=code)
     assert ("is queued again" in text) == again
     assert (tmp_path / "scontrol.log").exists() == again
@@ -134,7 +179,7 @@ esac
 if [[ $1"""))
     kill = "kill -USR1 $PPID\n" if cause == "signal" else ""
     put(tmp_path / "bin", "srun", f"#!/usr/bin/env bash\n{kill}{SRUN}")
-    put(tmp_path / "venv/bin", "torchrun", "#!/usr/bin/env bash\nexit 1\n")
+    put_python(tmp_path / "venv/bin", "exit 1")
     variables = {} if array is None else {"SLURM_ARRAY_JOB_ID": array, "SLURM_ARRAY_TASK_ID": "3"}
     text = submitted("one_node.sbatch", echo | {"SLURM_JOB_ID": "7"} | variables, tmp_path / "log", code=1)
     if cause == "a sibling's preemption":
@@ -156,9 +201,17 @@ def test_tasks_of_an_array_have_their_numbers_in_flags_and_folders(echo, tmp_pat
     assert "mkdir -p runs/tiny_3\n" in text
 
 
+def test_the_check_of_a_node_leaves_files_of_its_name(echo, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/.node0").write_text("mine")
+    submitted("one_node.sbatch", echo, tmp_path / "log")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [".node0"]
+    assert (tmp_path / "run/.node0").read_text() == "mine"
+
+
 def test_a_step_gets_all_cores_of_its_task(echo, tmp_path):
     """srun takes them from this variable, not from sbatch's --cpus-per-task."""
-    put(tmp_path / "venv/bin", "torchrun", '#!/usr/bin/env bash\necho "cores ${SRUN_CPUS_PER_TASK:-none}"\n')
+    put_python(tmp_path / "venv/bin", 'echo "cores ${SRUN_CPUS_PER_TASK:-none}"')
     assert "cores 64" in submitted("one_node.sbatch", echo | {"SLURM_CPUS_PER_TASK": "64"}, tmp_path / "log")
     assert "cores none" in submitted("one_node.sbatch", echo, tmp_path / "log2")
 
@@ -166,11 +219,10 @@ def test_a_step_gets_all_cores_of_its_task(echo, tmp_path):
 @pytest.fixture
 def echo(cluster, tmp_path):
     """The environment of a job whose torchrun prints its arguments; beside the venv, an image that has the same."""
-    torchrun = '#!/usr/bin/env bash\necho "torchrun $*"\n'
     (tmp_path / "venv/bin").mkdir(parents=True)
+    put(tmp_path / "venv/bin", "torchrun", "#!/usr/bin/env bash\nexit 1\n")
     for folder in ("venv/bin", "bin"):
-        put(tmp_path / folder, "torchrun", torchrun)
-        put(tmp_path / folder, "python", f'#!/usr/bin/env bash\nexec {sys.executable} "$@"\n')
+        put_python(tmp_path / folder, 'echo "torchrun $*"')
     put(tmp_path / "bin", "nvidia-smi", "#!/usr/bin/env bash\necho GPU 0\n")
     return cluster | {"VENV": str(tmp_path / "venv"), "MODEL": str(tmp_path), "SLURM_JOB_NUM_NODES": "1"}
 

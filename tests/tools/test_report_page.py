@@ -228,8 +228,38 @@ def test_a_link_in_the_place_of_the_page_is_not_followed(name, tmp_path):
     with tools.report.replacing(run / name) as partial:     # a link that is made in the meantime is replaced
         partial.write_text("page")
         (run / name).symlink_to(notes)
-    assert notes.read_text() == "mine" and (run / name).read_text() == "page" and not (run / name).is_symlink()
+    assert notes.read_text() == "mine" and not (run / name).is_symlink()
+    assert (run / name).read_text().startswith("page<!-- plainrl ")
     assert not [file for file in run.iterdir() if file.name.startswith(".")]
+
+
+@pytest.mark.parametrize("name", ["report.html", "curves.png"])
+def test_only_what_this_tool_wrote_is_replaced(name, tmp_path):
+    """Its own page or picture is, until somebody changes it."""
+    run = Path(write_run(tmp_path / "run"))
+    file = run / name
+    args = tools.report.Args((str(run),), out="" if name == "report.html" else str(file))
+    tools.report.main(args)
+    written = file.read_bytes()
+    tools.report.main(args)
+    assert file.read_bytes() == written
+    Image.new("RGB", (4, 4)).save(tmp_path / "mine.png")
+    mine = (tmp_path / "mine.png").read_bytes()
+    others = [
+        b"", b"mine", b"<html>mine</html>\n", b"<!-- plainrl 00000001 -->\n", mine, tools.report.END_OF_PNG,
+        written + b"\n", written[:-1], written[1:], written.replace(b"plainrl", b"plainrL"),
+        written[:500] + b"mine" + written[500:],
+    ]
+    assert len({*others}) == 11
+    for content in others:
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=rf"{name} would be replaced, and is not as this tool wrote it .* move it"):
+            tools.report.main(args)
+        assert file.read_bytes() == content
+    if name == "curves.png":
+        assert Image.open(io.BytesIO(written)).text["Source"] == f"plainrl {int(written[-24:-16], 16):08x}"
+    else:
+        assert written.count(b"</html>") == 1 and written.rstrip().endswith(b" -->")
 
 
 def test_a_file_of_many_long_responses_is_read_in_part(tmp_path):
