@@ -1,9 +1,9 @@
 """The flat batch: sequences one after another, cut by `cu_seqlens`. There is no padding anywhere."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from functools import cached_property
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,14 +43,12 @@ class Batch:
     routing: Tensor | None = field(default=None, metadata=PER_TOKEN)        # [T, layers, k] int16, by router_replay.py
     extra: dict[str, Tensor] = field(default_factory=dict)              # name -> [T, ...], a script's own
     response_extra: dict[str, Tensor] = field(default_factory=dict)     # name -> [S, ...], a script's own
-    known: dict[str, Any] = field(default_factory=dict)
-    """Values of the cached properties. It is a dataclass field because FSDP2 copies only fields."""
-    last_pass: ClassVar[Any] = None
-    """Per-token outputs of the policy's last update pass, for the recorded rollouts. It is no dataclass field, so
-    `cat` and `select` drop it."""
+    last_pass: dict[str, Tensor] = field(default_factory=dict)
+    """Per-token outputs of the policy's last update pass, for the recorded rollouts. `cat` and `select` drop them."""
+    cache: dict[str, Any] = field(default_factory=dict)
+    """Values of `cached`, by name. It is a field, because FSDP2 copies a batch field by field."""
 
     def __post_init__(self) -> None:
-        vars(self).update(self.known)
         sizes = {"token": len(self.tokens), "response": len(self.cu_seqlens) - 1}
         for name, (tensor, per) in self.present().items():
             must_be_flat = not name.startswith(OWN) and name != "routing"
@@ -64,6 +62,13 @@ class Batch:
                                  f"batch.response_extra[{name!r}] for a number per response")
         super().__setattr__(name, value)
 
+    def cached(self, name: str, compute: Callable[[], Any], source: Tensor | None = None) -> Any:
+        """A value that is computed once, and again where `source` is another tensor. `to` computes them before the
+        batch goes to a GPU, because later the host would wait for the GPU to tell."""
+        if name not in self.cache or self.cache[name][0] is not source:
+            self.cache[name] = source, compute()
+        return self.cache[name][1]
+
     def present(self) -> dict[str, tuple[Tensor, str]]:
         """name -> (tensor, "token" or "response") of every field that is not None, `cu_seqlens` left out. Names of a
         script's own fields begin with those of the dict that holds them: "extra.NAME"."""
@@ -73,12 +78,12 @@ class Batch:
         return {name: (tensor, per) for name, (tensor, per) in found.items() if tensor is not None}
 
     @classmethod
-    def of_fields(cls, values: dict[str, Any], cu_seqlens: Tensor, **known: Any) -> "Batch":
+    def of_fields(cls, values: dict[str, Any], cu_seqlens: Tensor) -> "Batch":
         """The batch whose `present()` has these names and tensors."""
         own = {prefix: {name.removeprefix(prefix): x for name, x in values.items() if name.startswith(prefix)}
                for prefix in OWN}
         plain = {name: x for name, x in values.items() if not name.startswith(OWN)}
-        return cls(**plain, cu_seqlens=cu_seqlens, extra=own["extra."], response_extra=own["response_extra."], **known)
+        return cls(**plain, cu_seqlens=cu_seqlens, extra=own["extra."], response_extra=own["response_extra."])
 
     def __len__(self) -> int:
         return len(self.index)
@@ -105,17 +110,18 @@ class Batch:
         canary = self.canary_mask
         return self.mask if canary is None else self.mask & ~canary
 
-    @cached_property                                # as the next two: else the host would wait for a GPU to tell
+    @property
     def host_lengths(self) -> list[int]:            # [S] as `lengths`
-        return self.lengths.tolist()
+        return self.cached("host_lengths", self.lengths.tolist)
 
-    @cached_property
+    @property
     def sampled(self) -> Tensor:                    # [N] int64, the positions where mask is True
-        return self.mask.nonzero()[:, 0]
+        return self.cached("sampled", lambda: self.mask.nonzero()[:, 0], source=self.mask)
 
-    @cached_property
+    @property
     def shared_prompts(self) -> SharedPrompts:
-        return share_prompts(self.tokens, self.mask, self.cu_seqlens, self.row)
+        return self.cached("shared_prompts",
+                           lambda: share_prompts(self.tokens, self.mask, self.cu_seqlens, self.row))
 
     @classmethod
     def build(cls, prompts: list[list[int]], responses: list[list[int]], *, index: list[int] | None = None,
@@ -207,10 +213,14 @@ class Batch:
         # a copy to the host is read next, so it must have arrived
         to_host = torch.device(device).type == "cpu" and self.tokens.device.type != "cpu"
         values = {name: tensor.to(device, non_blocking=not to_host) for name, (tensor, _) in self.present().items()}
-        known = {} if to_host else {"host_lengths": self.host_lengths, "sampled": self.sampled.to(device)}
+        moved = Batch.of_fields(values, self.cu_seqlens.to(device, non_blocking=not to_host))
+        if not to_host:
+            moved.cache["host_lengths"] = None, self.host_lengths
+            moved.cache["sampled"] = moved.mask, self.sampled.to(device)
         if share_prompt:
-            known["shared_prompts"] = SharedPrompts(*(x.to(device, non_blocking=True) for x in self.shared_prompts))
-        return Batch.of_fields(values, self.cu_seqlens.to(device, non_blocking=not to_host), known=known)
+            shared = [x.to(device, non_blocking=True) for x in self.shared_prompts]
+            moved.cache["shared_prompts"] = None, SharedPrompts(*shared)
+        return moved
 
 
 def offsets(lengths: Tensor) -> Tensor:

@@ -133,7 +133,6 @@ def reject_and_weight(minibatches: Sequence[Iterable[Batch]], rewards: Tensor, c
             for kind, over, (below, above) in zip(config.reject, config.reject_over, bounds):
                 estimate = _over_response(_estimate(kind, log_ratio), over, batch, mask)                    # [T]
                 batch.mask = batch.mask & (estimate >= below) & (estimate <= above)
-            batch.sampled = batch.known["sampled"] = batch.mask.nonzero()[:, 0]
         meter.mean("rollout_corr/rollout_rs_masked_fraction", ~batch.mask, mask)
         remains = has_any(batch.mask, batch.cu_seqlens)                                                     # [S]
         lost = had_tokens & ~remains                                                                        # [S]

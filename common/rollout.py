@@ -261,7 +261,7 @@ def to_minibatches(rollout: Rollout, in_loss: Tensor, layout: Layout, step: int 
     on all of their tokens are left out but for one of each mini-batch, the canary, and a gradient on that one makes
     `Phase.optimizer_step` raise ValueError. It is for losses that are 0, with a gradient of 0, where the advantage is.
     """
-    batch = replace(rollout.batch, known={})
+    batch = replace(rollout.batch, cache={})
     runs = in_loss                                                                                  # [S]
     if skip_zero_advantage:
         if batch.advantage is None:

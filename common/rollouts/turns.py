@@ -63,7 +63,7 @@ def to_units(batch: Batch, rollout: Rollout, rewards: Tensor, reward_coef: float
     starts = offsets(lengths)[:-1].long()
     number = batch.number[of_token[starts]]
     units = replace(batch, cu_seqlens=offsets(lengths), index=turn[starts], number=number, row=None, fresh=None,
-                    response_extra={}, known={})
+                    response_extra={}, cache={})
     return units, scores, group
 
 

@@ -67,7 +67,7 @@ class Phase:
             changed = self.run.policy.router_changed  # by --policy.router-replay
             if changed is not None:
                 self.run.meter.mean("actor/router_changed", changed, microbatch.measured)
-            microbatch.last_pass = found | {"logp": output.detach()}  # type: ignore[misc]
+            microbatch.last_pass = found | {"logp": output.detach()}
         self._count()
 
     def optimizer_step(self, model: PackedModel, optimizer: torch.optim.Optimizer, config: OptimConfig, step: int,

@@ -200,11 +200,11 @@ def test_shared_prompts_and_dummies(world, tmp_path):
     assert torch.equal(batch.routing[7:11], batch.routing[:4]) and torch.equal(batch.routing[13:17], batch.routing[:4])
     assert torch.equal(policy.score(batch, 1.0), logp)
     # a response that a correction rejects leaves its group's prompt, which then runs in another place
-    rejected = replace(batch, mask=batch.mask & (batch.sequence_ids > 0), known={})
+    rejected = replace(batch, mask=batch.mask & (batch.sequence_ids > 0), cache={})
     assert 0 not in rejected.shared_prompts.row[7:]
     assert (policy.score(rejected, 1.0) - logp)[7:].abs().max() < TOLERANCE
     assert policy.router_changed.abs().max() == 0
-    for dummy in (batch.dummy(), replace(batch, routing=None, known={}).dummy()):
+    for dummy in (batch.dummy(), replace(batch, routing=None, cache={}).dummy()):
         policy.score(dummy, 1.0)
         policy(dummy, 1.0)[0].sum().backward()
         assert dummy.routing.shape == (2, 2, 2) and not policy.router_changed.any()

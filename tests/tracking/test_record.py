@@ -179,7 +179,7 @@ def test_a_step_whose_policy_was_not_updated(tmp_path):
     """--critic-warmup: the file has the responses, and null where the update would have said something."""
     tok = tokenizer()
     batch = microbatch(tok, [0, 1])
-    batch.last_pass = None
+    batch.last_pass = {}
     rollout = scored(torch.zeros(2), samples(tok, [0, 1]))
     write_step(Recorder(LogConfig(), tmp_path, tok), 1, rollout, [[batch]], torch.ones(2))
     rows = pq.read_table(tmp_path / "rollouts/step_000001.parquet").to_pylist()
