@@ -217,6 +217,7 @@ def main(args: Args) -> None:
                         logp, entropy, loss = policy(microbatch, temperature, also=divergence_of)       # [T] each
                         run.meter.mean("distillation/loss", loss, microbatch.mask)
                         answers_as_sampled(microbatch, logp.detach(), len(sampled))
+                        # 1 without --correction.weights: then it only measures how far the engine is from the trainer
                         correct_by = importance_weights(microbatch, logp, correction, run.meter)
                         if args.reward_coef:
                             loss = loss - microbatch.advantage * correct_by * logp

@@ -3,8 +3,8 @@
 For every prompt sample a group of G responses, score them, and give each its reward relative to its group:
 
     A_i = (R_i - mean_g) / (std_g + 1e-6)                                         ratio_t = p(y_t) / p_old(y_t)
-    loss = mean over tokens of  max(-A ratio_t, -A clip(ratio_t, 1 - clip_low, 1 + clip_high))
-           [+ kl_loss_coef KL(p || p_ref)] [- entropy_coef H(p)]
+    loss = mean over tokens of  max(-A ratio_t, -A clip(ratio_t, 1 - clip_low, 1 + clip_high)), at most -A clip_dual
+           where A < 0  [+ kl_loss_coef KL(p || p_ref)] [- entropy_coef H(p)]
 
     torchrun --standalone --nproc-per-node 8 grpo.py --model Qwen/Qwen2.5-1.5B-Instruct \\
         --train-data data/gsm8k/train.parquet --val-data data/gsm8k/test.parquet
@@ -81,12 +81,13 @@ def group_advantages(rewards: Tensor, group: Tensor, norm_by_std: bool) -> Tenso
 
 def clipped_loss(logp: Tensor, old_logp: Tensor, advantage: Tensor, args: Args) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of each token [T] and numbers to report of each. Outside the mask the three inputs are 0."""
-    ratio = (logp - old_logp).clamp(-20, 20).exp()
+    log_ratio = (logp - old_logp).clamp(-20, 20)                    # its exponential must stay finite
+    ratio = log_ratio.exp()
     plain = -advantage * ratio
     clipped = -advantage * ratio.clamp(min=1 - args.clip_low).clamp(max=1 + args.clip_high)
     ceiling = torch.where(advantage < 0, -advantage * args.clip_dual, torch.inf)
     loss = torch.maximum(plain, clipped)
-    stats = losses.clip_stats(advantage, clipped > plain, loss > ceiling) | losses.ratio_stats(logp, old_logp)
+    stats = losses.clip_stats(advantage, clipped > plain, loss > ceiling) | losses.ratio_stats(log_ratio)
     return torch.minimum(loss, ceiling), stats
 
 
@@ -147,6 +148,7 @@ def main(args: Args) -> None:
                         logp, entropy = policy(microbatch, temperature)                             # [T], [T]
                         old_logp = logp.detach() if microbatch.old_logp is None else microbatch.old_logp
                         loss, stats = clipped_loss(logp, old_logp, microbatch.advantage, args)
+                        # 1 without --correction.weights: then it only measures how far the engine is from the trainer
                         loss = loss * importance_weights(microbatch, logp, correction, run.meter)
                         run.meter.total("actor/pg_loss", (loss * weight).sum(), per=num_updates)
                         if reference is not None:

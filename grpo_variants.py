@@ -328,6 +328,7 @@ def main(args: Args) -> None:
                         logp, entropy = policy(microbatch, temperature)                             # [T], [T]
                         old_logp = logp.detach() if microbatch.old_logp is None else microbatch.old_logp
                         loss, stats = settings.of(logp, old_logp, microbatch)
+                        # 1 without --correction.weights: then it only measures how far the engine is from the trainer
                         loss = loss * importance_weights(microbatch, logp, correction, run.meter)
                         run.meter.total("actor/pg_loss", (loss * weight).sum(), per=num_updates)
                         if reference is not None:

@@ -120,12 +120,13 @@ OF_PAIRS = "dpo", "ipo"
 
 def clipped_loss(logp: Tensor, old_logp: Tensor, advantage: Tensor, args: Args) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of each token [T] and numbers to report of each. Outside the mask the three inputs are 0."""
-    ratio = (logp - old_logp).clamp(-20, 20).exp()
+    log_ratio = (logp - old_logp).clamp(-20, 20)                    # its exponential must stay finite
+    ratio = log_ratio.exp()
     plain = -advantage * ratio
     clipped = -advantage * ratio.clamp(min=1 - args.clip_low).clamp(max=1 + args.clip_high)
     ceiling = torch.where(advantage < 0, -advantage * args.clip_dual, torch.inf)
     loss = torch.maximum(plain, clipped)
-    stats = losses.clip_stats(advantage, clipped > plain, loss > ceiling) | losses.ratio_stats(logp, old_logp)
+    stats = losses.clip_stats(advantage, clipped > plain, loss > ceiling) | losses.ratio_stats(log_ratio)
     return torch.minimum(loss, ceiling), stats
 
 
@@ -202,6 +203,7 @@ def main(args: Args) -> None:
                         logp, entropy = policy(microbatch, temperature)                             # [T], [T]
                         old_logp = logp.detach() if microbatch.old_logp is None else microbatch.old_logp
                         loss, stats = clipped_loss(logp, old_logp, microbatch.advantage, args)
+                        # 1 without --correction.weights: then it only measures how far the engine is from the trainer
                         loss = loss * importance_weights(microbatch, logp, correction, run.meter)
                         run.meter.total("actor/pg_loss", (loss * weight).sum(), per=num_updates)
                         if reference is not None:

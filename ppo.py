@@ -5,8 +5,9 @@ A critic estimates the value V_t of the tokens so far; generalised advantage est
 rewards r_t (the score on the last token, minus kl_reward_coef KL(p_old || p_ref) on every token) into
 
     delta_t = r_t + gamma V_t+1 - V_t,    A_t = delta_t + gamma lam A_t+1 (then whitened),    returns_t = A_t + V_t
-    loss = mean over tokens of  max(-A_t ratio_t, -A_t clip(ratio_t, 1 - clip_low, 1 + clip_high))
-           [+ kl_loss_coef KL(p || p_ref)] [- entropy_coef H(p)]                 ratio_t = p(y_t) / p_old(y_t)
+    loss = mean over tokens of  max(-A_t ratio_t, -A_t clip(ratio_t, 1 - clip_low, 1 + clip_high)), at most
+           -A_t clip_dual where A_t < 0  [+ kl_loss_coef KL(p || p_ref)] [- entropy_coef H(p)]
+                                                                                 ratio_t = p(y_t) / p_old(y_t)
     critic = mean over tokens of  max((V_t - returns_t)^2, (clip(V_t, V_old +- value_clip) - returns_t)^2) / 2
 
     torchrun --standalone --nproc-per-node 8 ppo.py --model Qwen/Qwen2.5-1.5B-Instruct \\
@@ -116,12 +117,13 @@ def check(args: Args) -> None:
 
 def clipped_loss(logp: Tensor, old_logp: Tensor, advantage: Tensor, args: Args) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of each token [T] and numbers to report of each. Outside the mask the three inputs are 0."""
-    ratio = (logp - old_logp).clamp(-20, 20).exp()
+    log_ratio = (logp - old_logp).clamp(-20, 20)                    # its exponential must stay finite
+    ratio = log_ratio.exp()
     plain = -advantage * ratio
     clipped = -advantage * ratio.clamp(min=1 - args.clip_low).clamp(max=1 + args.clip_high)
     ceiling = torch.where(advantage < 0, -advantage * args.clip_dual, torch.inf)
     loss = torch.maximum(plain, clipped)
-    stats = losses.clip_stats(advantage, clipped > plain, loss > ceiling) | losses.ratio_stats(logp, old_logp)
+    stats = losses.clip_stats(advantage, clipped > plain, loss > ceiling) | losses.ratio_stats(log_ratio)
     return torch.minimum(loss, ceiling), stats
 
 
@@ -241,6 +243,7 @@ def main(args: Args) -> None:
                         logp, entropy = policy(microbatch, temperature)                             # [T], [T]
                         old_logp = logp.detach() if microbatch.old_logp is None else microbatch.old_logp
                         loss, stats = clipped_loss(logp, old_logp, microbatch.advantage, args)
+                        # 1 without --correction.weights: then it only measures how far the engine is from the trainer
                         loss = loss * importance_weights(microbatch, logp, correction, run.meter)
                         run.meter.total("actor/pg_loss", (loss * weight).sum(), per=num_updates)
                         if reference is not None:

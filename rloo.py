@@ -4,7 +4,7 @@ For every prompt sample G responses, score them, and subtract a baseline that do
 
     R_i = score_i - kl_reward_coef sum_t KL(p_old || p_ref)_t         rloo: A_i = R_i - mean of the group's other R
     loss = mean over tokens of  -A_i log p(y_t)                       --baseline NAME: another one, see BASELINES
-           [--loss ppo: max(-A ratio_t, -A clip(ratio_t, ...))] [+ kl_loss_coef KL(p || p_ref)] [- entropy_coef H(p)]
+           [--loss ppo: the clipped loss of grpo.py] [+ kl_loss_coef KL(p || p_ref)] [- entropy_coef H(p)]
 
     torchrun --standalone --nproc-per-node 8 rloo.py --model Qwen/Qwen2.5-1.5B-Instruct \\
         --train-data data/gsm8k/train.parquet --val-data data/gsm8k/test.parquet
@@ -156,17 +156,18 @@ BASELINES = {
 
 def reinforce_loss(logp: Tensor, old_logp: Tensor, advantage: Tensor, args: Args) -> tuple[Tensor, dict[str, Tensor]]:
     """REINFORCE (Williams 1992): -A log p for each token [T], and numbers to report of each."""
-    return -advantage * logp, losses.ratio_stats(logp, old_logp)
+    return -advantage * logp, losses.ratio_stats(logp - old_logp)
 
 
 def clipped_loss(logp: Tensor, old_logp: Tensor, advantage: Tensor, args: Args) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of each token [T] and numbers to report of each. Outside the mask the three inputs are 0."""
-    ratio = (logp - old_logp).clamp(-20, 20).exp()
+    log_ratio = (logp - old_logp).clamp(-20, 20)                    # its exponential must stay finite
+    ratio = log_ratio.exp()
     plain = -advantage * ratio
     clipped = -advantage * ratio.clamp(min=1 - args.clip_low).clamp(max=1 + args.clip_high)
     ceiling = torch.where(advantage < 0, -advantage * args.clip_dual, torch.inf)
     loss = torch.maximum(plain, clipped)
-    stats = losses.clip_stats(advantage, clipped > plain, loss > ceiling) | losses.ratio_stats(logp, old_logp)
+    stats = losses.clip_stats(advantage, clipped > plain, loss > ceiling) | losses.ratio_stats(log_ratio)
     return torch.minimum(loss, ceiling), stats
 
 
@@ -258,6 +259,7 @@ def main(args: Args) -> None:
                         logp, entropy = policy(microbatch, temperature)                             # [T], [T]
                         old_logp = logp.detach() if microbatch.old_logp is None else microbatch.old_logp
                         loss, stats = LOSSES[args.loss](logp, old_logp, microbatch.advantage, args)
+                        # 1 without --correction.weights: then it only measures how far the engine is from the trainer
                         loss = loss * importance_weights(microbatch, logp, correction, run.meter)
                         run.meter.total("actor/pg_loss", (loss * weight).sum(), per=num_updates)
                         if reference is not None:

@@ -8,9 +8,7 @@ the tokens that remain. Nothing depends on how a mini-batch was cut. Presets and
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
 from itertools import chain
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,102 +16,9 @@ from torch import Tensor
 from common.batch import Batch
 from common.metrics import Meter
 from common.parallel.ranks import all_sum
-from common.presets.correction import CRITERION, PRESETS, UNSET
+from common.presets.correction import CorrectionConfig
+from common.presets.correction import resolve_correction as resolve_correction
 from common.segments import expand, has_any, segment_cumsum, segment_mean, segment_sum
-
-WITHOUT_RATIO = "reinforce", "dro"
-"""Losses of -A log p: what --correction.bypass makes the old policy's is no factor of their gradient."""
-
-
-@dataclass
-class CorrectionConfig:
-    """Flags that are None come from the preset, see `resolve_correction`."""
-
-    preset: Literal[*PRESETS] = "disabled"  # type: ignore[valid-type]
-    """verl's presets; the flags below override them. disabled: measure only. bypass-pg-* are for --loss reinforce."""
-    weights: Literal["none", "token", "sequence", "geometric"] | None = None
-    """Multiply token losses by p_old / p_rollout: the token's, the whole response's, or that one's geometric mean."""
-    upper: float | None = None
-    """Truncate larger weights to this (TIS). Default: the preset's, or 2. Without weights only the rollout_is metrics
-    use it. Only for --correction.weights or --correction.preset."""
-    lower: float | None = None
-    """Raise smaller weights to this. Default: the preset's, or 0 (no floor). Needs --correction.weights or
-    --correction.preset."""
-    outside: Literal["clamp", "zero"] | None = None
-    """zero: weights outside [lower, upper] become 0 instead (IcePop, arXiv 2510.18855). Their tokens stay counted.
-    Needs --correction.weights or --correction.preset."""
-    batch_normalise: bool = False
-    """Divide weights by their mean over the mini-batch's tokens (or responses). Costs a forward pass per step."""
-    reject: tuple[Literal["none", "k1", "k2", "k3"], ...] | None = None
-    """Drop from the loss what is out of bounds in an estimate of KL(rollout || old); d = log p_rollout - log p_old:
-    k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. Denominators count what remains. With several estimators, give the
-    next three flags one value each."""
-    reject_over: tuple[Literal["token", "mean", "max", "sum"], ...] | None = None
-    """token: drop tokens. mean, max, sum: drop responses by that of their tokens. Default: the preset's, or mean."""
-    reject_below: tuple[float, ...] | None = None
-    """Lower bound of the estimate in nats; k1 is negative where the trainer finds likelier what the engine sampled."""
-    reject_above: tuple[float, ...] | None = None
-    """Upper bound of the estimate in nats: for k1, log of a ratio (0.001 is 1.001, 0.693 is 2)."""
-    rejected_leave_group: bool = False
-    """Responses that lost all tokens (episodes: of all their sequences) count in no group's mean and standard
-    deviation, as if they had no reward."""
-    bypass: bool | None = None
-    """True: engine log-probs are the old ones: the loss's ratio is p / p_rollout, weights are of the current policy."""
-
-    covers_cut_sampling = False
-    """No flag: `resolve_correction` finds out whether the loss is multiplied by p_trainer / p_engine, by weights or by
-    a ratio of its own, as sampling with top-p or top-k needs."""
-
-    def needs_old_logp(self, script_needs_it: bool = False) -> bool:
-        """True if a separate forward pass of the old policy is needed: for rejection or batch normalisation, or because
-        the script asked for it and bypass is off. A script asks with several updates a rollout, because the current
-        policy is the old one in the first of them only."""
-        return bool(self.reject) or self.batch_normalise or (script_needs_it and not self.bypass)
-
-
-def resolve_correction(config: CorrectionConfig, loss: str = "clipped",
-                       groups_after_rejection: bool = False) -> CorrectionConfig:
-    """Returns the preset under the flags that were given, nothing left at None. `loss`: the policy loss's name; those
-    in WITHOUT_RATIO have no ratio. `groups_after_rejection`: the script computes advantages from what
-    `reject_and_weight` returns. Raises ValueError, naming the flag, for impossible bounds, flags without effect and
-    ratios that count twice."""
-    if config.rejected_leave_group and not groups_after_rejection:
-        raise ValueError("--correction.rejected-leave-group: this script computes no group's advantages after the "
-                         "rejection; grpo_variants.py and rloo.py do")
-    given = {name: x for name, x in asdict(config).items() if x is not None}
-    if "none" in given.get("reject", ()):
-        given["reject"] = ()
-    preset = PRESETS[config.preset]
-    if any(given.get(name, preset.get(name)) != preset.get(name) for name in ("reject", "reject_over")):
-        preset = {name: x for name, x in preset.items() if name not in ("reject_below", "reject_above")}
-    num_criteria = len((preset | given).get("reject", ()))                    # bounds are those of one estimate
-    found = UNSET | {name: (x,) * num_criteria for name, x in CRITERION.items()} | preset | given
-    config = replace(config, **found)
-    if not 0 <= config.lower < config.upper:
-        raise ValueError(f"--correction.lower {config.lower:g} must be at least 0 and below "
-                         f"--correction.upper {config.upper:g}")
-    for name in (*CRITERION, "rejected_leave_group"):
-        flag = f"--correction.{name.replace('_', '-')}"
-        if not num_criteria and given.get(name, False) is not False:
-            raise ValueError(f"{flag} does nothing without --correction.reject")
-        if name in CRITERION and len(vars(config)[name]) != num_criteria:
-            raise ValueError(f"{flag} {vars(config)[name]} must have {num_criteria}, as --correction.reject has")
-    for kind, below, above in zip(config.reject, config.reject_below, config.reject_above):
-        endless = math.isinf(above) and (math.isinf(below) or kind != "k1")   # k2 and k3 are never negative
-        if endless or not below <= 0 <= above:
-            raise ValueError(f"--correction.reject-below {below:g} --correction.reject-above {above:g} must keep "
-                             f"{kind} = 0, where engine and trainer agree, and reject something")
-    if config.batch_normalise and (config.weights == "none" or config.bypass):
-        raise ValueError("--correction.batch-normalise needs --correction.weights that are known before the update: "
-                         "not none, and without --correction.bypass")
-    if config.preset.startswith("bypass") and ("pg" in config.preset) != (loss == "reinforce"):
-        raise ValueError(f"--correction.preset {config.preset} does not go with the loss {loss}: bypass-pg-* are made "
-                         f"for --loss reinforce (rloo.py, grpo_variants.py), bypass-ppo-clip* for losses with a ratio")
-    if config.bypass and config.weights != "none" and loss not in WITHOUT_RATIO:
-        raise ValueError(f"--correction.weights {config.weights} would count p / p_rollout twice: with "
-                         f"--correction.bypass it is the ratio of the loss {loss}; set --correction.weights none")
-    config.covers_cut_sampling = config.weights != "none" or (bool(config.bypass) and loss not in WITHOUT_RATIO)
-    return config
 
 
 def reject_and_weight(minibatches: Sequence[Iterable[Batch]], rewards: Tensor, config: CorrectionConfig,
@@ -126,26 +31,35 @@ def reject_and_weight(minibatches: Sequence[Iterable[Batch]], rewards: Tensor, c
     for batch in chain(*minibatches):
         if batch.old_logp is not None:
             measure(meter, batch, batch.old_logp)
-        mask, had_tokens = batch.mask, has_any(batch.mask, batch.cu_seqlens)                                # [T], [S]
-        if config.reject:
-            log_ratio = _log_ratio(batch, batch.old_logp)                                                   # [T]
-            bounds = zip(config.reject_below, config.reject_above)
-            for kind, over, (below, above) in zip(config.reject, config.reject_over, bounds):
-                estimate = _over_response(_estimate(kind, log_ratio), over, batch, mask)                    # [T]
-                batch.mask = batch.mask & (estimate >= below) & (estimate <= above)
-        meter.mean("rollout_corr/rollout_rs_masked_fraction", ~batch.mask, mask)
-        remains = has_any(batch.mask, batch.cu_seqlens)                                                     # [S]
-        lost = had_tokens & ~remains                                                                        # [S]
-        meter.mean("rollout_corr/rejected_frac", lost, had_tokens)
         index = batch.index.clamp(min=0)                                      # a dummy loses nothing, and has no tokens
-        counts = counts.to(index.device).index_add(1, index, torch.stack([lost, remains]).double())
+        counts = counts.to(index.device).index_add(1, index, _reject(batch, config, meter).double())
         if config.bypass:
             batch.old_logp = batch.rollout_logp
     for microbatches in map(list, minibatches):
         if not config.bypass and microbatches[0].old_logp is not None:
             _write_weights(microbatches, config, meter)
     num_lost, num_remaining = all_sum(counts)                                                               # [S], [S]
-    return torch.where((num_lost > 0) & (num_remaining == 0) & config.rejected_leave_group, torch.nan, rewards)
+    if not config.rejected_leave_group:
+        return rewards
+    return torch.where((num_lost > 0) & (num_remaining == 0), torch.nan, rewards)
+
+
+def _reject(batch: Batch, config: CorrectionConfig, meter: Meter) -> Tensor:
+    """Takes rejected tokens out of `batch.mask`. Returns bool [2, S]: the sequences that lost all tokens, and those
+    that have some left."""
+    mask = batch.mask                                                                                       # [T]
+    had_tokens = has_any(mask, batch.cu_seqlens)                                                            # [S]
+    if config.reject:
+        log_ratio = _log_ratio(batch, batch.old_logp)                                                       # [T]
+        bounds = zip(config.reject_below, config.reject_above)
+        for kind, over, (below, above) in zip(config.reject, config.reject_over, bounds):
+            estimate = _over_response(_estimate(kind, log_ratio), over, batch, mask)                        # [T]
+            batch.mask = batch.mask & (estimate >= below) & (estimate <= above)
+    meter.mean("rollout_corr/rollout_rs_masked_fraction", ~batch.mask, mask)
+    remains = has_any(batch.mask, batch.cu_seqlens)                                                         # [S]
+    lost = had_tokens & ~remains                                                                            # [S]
+    meter.mean("rollout_corr/rejected_frac", lost, had_tokens)
+    return torch.stack([lost, remains])
 
 
 def importance_weights(batch: Batch, logp: Tensor, config: CorrectionConfig, meter: Meter) -> Tensor:
@@ -203,7 +117,11 @@ def _log_ratio(batch: Batch, logp: Tensor) -> Tensor:
 def _estimate(kind: str, log_ratio: Tensor) -> Tensor:
     """Estimates KL(rollout || old) from samples of rollout, per token, as losses.kl_estimate with d = -l."""
     clamped = log_ratio.clamp(-20, 20)
-    return {"k1": -clamped, "k2": clamped.square() / 2, "k3": torch.expm1(clamped) - clamped}[kind]
+    if kind == "k1":
+        return -clamped
+    if kind == "k2":
+        return clamped.square() / 2
+    return torch.expm1(clamped) - clamped
 
 
 def _over_response(x: Tensor, over: str, batch: Batch, mask: Tensor) -> Tensor:

@@ -58,15 +58,16 @@ def token_weights(minibatch: Minibatch, aggregation: str, masks: Sequence[Tensor
     tokens, responses = int(counts.sum()), int((counts > 0).sum())
     norm = norm_length if divides else 1.0
     denominator = {"token-mean": tokens, "token-sum": 1.0}.get(aggregation, responses * norm)
-    of_response = torch.full_like(counts, 1 / denominator if denominator else 0.0)      # [S]
+    weight = 1 / denominator if denominator else 0.0
+    of_response = torch.full_like(counts, weight)                                       # [S]
     if aggregation == "seq-mean-token-mean":
         of_response /= counts.clamp(min=1)
     return [torch.where(mask, batch.to_tokens(of_response), 0) for batch, mask in zip(minibatch, used)]
 
 
-def ratio_stats(logp: Tensor, old_logp: Tensor) -> dict[str, Tensor]:
-    """What the scripts report of the ratio, [T] each, under verl's names: KL(old || current) and the ratio itself."""
-    log_ratio = (logp - old_logp).clamp(-20, 20)
+def ratio_stats(log_ratio: Tensor) -> dict[str, Tensor]:
+    """What the scripts report of log p - log p_old, [T] each, under verl's names: KL(old || current) and the ratio."""
+    log_ratio = log_ratio.clamp(-20, 20)
     return {"actor/ppo_kl": -log_ratio, "actor/ratio": log_ratio.exp()}
 
 
@@ -111,11 +112,20 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
     """Estimators of KL(pi || ref) from samples of pi (Schulman 2020), per token. A `+` at the end keeps the value and
     takes k2's gradient, which is in expectation the gradient of KL; those of k1 and k3 are not. k3 is at most 10, as in
     verl: where p_ref is more than 14 times p, its value is too small, and it has no gradient."""
-    d, name = logp - ref_logp, kind.removesuffix("+")
-    minus_d = (-d).clamp(-20, 20)
-    k2, k3 = d.square() / 2, (torch.expm1(minus_d) - minus_d).clamp(-10, 10)
-    values = {"k1": d, "abs": d.abs(), "k2": k2, "mse": k2, "k3": k3, "low_var_kl": k3}
-    return values[name].detach() + k2 - k2.detach() if kind.endswith("+") else values[name]
+    d = logp - ref_logp                                                                 # [T]
+    k2 = d.square() / 2
+    if kind.endswith("+"):
+        return kl_estimate(logp, ref_logp, kind.removesuffix("+")).detach() + k2 - k2.detach()
+    if kind == "k1":
+        return d
+    if kind == "abs":
+        return d.abs()
+    if kind in ("k2", "mse"):
+        return k2
+    if kind in ("k3", "low_var_kl"):
+        minus_d = (-d).clamp(-20, 20)
+        return (torch.expm1(minus_d) - minus_d).clamp(-10, 10)
+    raise ValueError(f"kl_estimate: {kind!r} must be one of k1, abs, k2 (mse), k3 (low_var_kl), or one of them and +")
 
 
 def mean_kl(kl: Tensor, batch: Batch) -> float:
@@ -128,14 +138,23 @@ def mean_kl(kl: Tensor, batch: Batch) -> float:
 def gae(reward: Tensor, value: Tensor, mask: Tensor, cu_seqlens: Tensor, gamma: float, lam: float):
     """Generalised advantage estimation (Schulman et al. 2015) -> advantage [T] and returns = advantage + value [T].
 
-    delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lam A_{t+1}; t + 1 is the next token with mask, 0 after
-    the last. With value 0 and lam 1, A is the discounted return-to-go.
+    Of each response, over its tokens with mask:
+
+        A = next_value = 0.0
+        for t in reversed(tokens):
+            delta = r[t] + gamma * next_value - V[t]
+            A = advantage[t] = delta + gamma * lam * A
+            next_value = V[t]
+
+    Here all responses are computed at once, in log2(tokens) passes: after pass k the sum of the recursion has 2^k
+    terms. With value 0 and lam 1, the advantage is the discounted return-to-go.
     """
     counts = segment_sum(mask.double(), cu_seqlens).long()                              # [S] tokens with mask
-    r, v = reward[mask], value[mask]                                                    # [N] holes closed
+    r, v = reward[mask], value[mask]                                                    # [N] the others closed up
     last = (counts.cumsum(0) - 1).repeat_interleave(counts)                             # [N] of the same response
     after = last - torch.arange(len(v), device=v.device)                                # [N] tokens that follow
-    advantage = r + gamma * torch.where(after > 0, v.roll(-1), 0) - v                   # delta, the sum's first term
+    delta = r + gamma * torch.where(after > 0, v.roll(-1), 0) - v
+    advantage = delta                                                                   # the sum's first term
     for k in (2**i for i in range(len(v).bit_length())):                                # of k terms -> of 2 k
         advantage = advantage + (gamma * lam) ** k * torch.where(after >= k, advantage.roll(-k), 0)
     full = torch.zeros_like(value).masked_scatter(mask, advantage)

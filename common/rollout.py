@@ -261,6 +261,9 @@ def to_minibatches(rollout: Rollout, in_loss: Tensor, layout: Layout, step: int 
     on all of their tokens are left out but for one of each mini-batch, the canary, and a gradient on that one makes
     `Phase.optimizer_step` raise ValueError. It is for losses that are 0, with a gradient of 0, where the advantage is.
     """
+    if not isinstance(skip_zero_advantage, bool):
+        raise TypeError(f"run.to_minibatches: skip_zero_advantage is a {type(skip_zero_advantage).__name__}, must be "
+                        f"True or False: advantages decide which responses are skipped")
     batch = replace(rollout.batch, cache={})
     runs = in_loss                                                                                  # [S]
     if skip_zero_advantage:

@@ -21,9 +21,10 @@ import tyro
 
 from common import correction
 from common.batch import Batch
-from common.correction import PRESETS, CorrectionConfig, resolve_correction
+from common.correction import CorrectionConfig, resolve_correction
 from common.metrics import Meter
 from common.parallel import ranks
+from common.presets.correction import PRESETS
 from tests.common.weigh import weigh
 from tests.conftest import ROOT, launch
 from tests.oracles import policy_loss
