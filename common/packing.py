@@ -29,17 +29,27 @@ def _pack(lengths: np.ndarray, costs: np.ndarray, count: int, max_tokens: int) -
     An item that is longer than `max_tokens` is alone in its micro-batch."""
     too_long = np.flatnonzero(lengths > max_tokens)
     rest = np.flatnonzero(lengths <= max_tokens)
-    bins = [rest[items] for items in partition(costs[rest], count - len(too_long))] if len(rest) else []
-    if any(lengths[items].sum() > max_tokens for items in bins):                                # first-fit decreasing
-        bins = [[] for _ in rest]
-        room = np.full(len(rest), max_tokens)
-        for item in rest[np.argsort(-lengths[rest], kind="stable")]:
-            first = int(np.argmax(room >= lengths[item]))
-            bins[first].append(item)
-            room[first] -= lengths[item]
-    bins = [np.sort(np.array(items, dtype=np.int64)) for items in [*bins, *too_long[:, None]] if len(items)]
-    bins += [np.zeros(0, dtype=np.int64)] * (count - len(bins))
-    return sorted(bins, key=lambda items: (-math.fsum(costs[items]), items.tolist()))
+    found: list[np.ndarray] = []
+    if len(rest):
+        found = [rest[items] for items in partition(costs[rest], count - len(too_long))]
+    if any(lengths[items].sum() > max_tokens for items in found):
+        found = _first_fit(lengths, rest, max_tokens)
+    found += [*too_long[:, None]]
+    found = [items for items in found if len(items)]
+    while len(found) < count:
+        found.append(np.zeros(0, dtype=np.int64))
+    return sorted(found, key=lambda items: (-math.fsum(costs[items]), items.tolist()))
+
+
+def _first_fit(lengths: np.ndarray, items: np.ndarray, max_tokens: int) -> list[np.ndarray]:
+    """First-fit decreasing: the longest item first, into the first micro-batch that has room for it."""
+    members: list[list[int]] = [[] for _ in items]
+    room = np.full(len(items), max_tokens)
+    for item in items[np.argsort(-lengths[items], kind="stable")]:
+        first = int(np.argmax(room >= lengths[item]))
+        members[first].append(item)
+        room[first] -= lengths[item]
+    return [np.sort(np.array(of_bin, dtype=np.int64)) for of_bin in members]
 
 
 @dataclass
@@ -67,11 +77,19 @@ class Sequences:
     def __post_init__(self) -> None:
         self.lengths = np.asarray(self.lengths, dtype=np.int64)
         self.costs = np.asarray(self.costs, dtype=np.float64)
-        self.runs = np.ones(len(self.lengths), dtype=bool) if self.runs is None else np.asarray(self.runs, dtype=bool)
-        self.responses = np.arange(len(self.lengths)) if self.responses is None else np.asarray(self.responses)
-        self.can_watch = np.zeros_like(self.runs) if self.can_watch is None else self.can_watch & ~self.runs
+        count = len(self.lengths)
+        if self.runs is None:
+            self.runs = np.ones(count, dtype=bool)
+        if self.responses is None:
+            self.responses = np.arange(count)
+        if self.can_watch is None:
+            self.can_watch = np.zeros(count, dtype=bool)
+        self.runs = np.asarray(self.runs, dtype=bool)
+        self.responses = np.asarray(self.responses)
+        self.can_watch = self.can_watch & ~self.runs
         assert self.lengths.shape == self.costs.shape == self.runs.shape == self.responses.shape
-        assert (self.lengths > 0).all() and (self.costs >= 0).all() and np.isfinite(self.costs).all()
+        assert (self.lengths > 0).all()
+        assert (self.costs >= 0).all() and np.isfinite(self.costs).all()
 
 
 def plan_step(sequences: Sequences, num_minibatches: int, world_size: int, max_tokens: int, seed: int,
@@ -88,51 +106,75 @@ def plan_step(sequences: Sequences, num_minibatches: int, world_size: int, max_t
     the canary. A response's sequences are in the same mini-batch. `group_size` consecutive ranks run a micro-batch
     together, of `group_size` times `max_tokens`; each brings some responses (--policy.sequence-parallel)."""
     max_tokens *= group_size
-    lengths, costs, runs = sequences.lengths, sequences.costs, sequences.runs
     num_responses = int(sequences.responses.max(initial=-1)) + 1
-    rank_of = np.full(len(lengths), -1, dtype=np.int64)
     generator = np.random.default_rng(seed)
-    minibatches, left_out, is_canary = [], [], np.zeros(len(lengths), dtype=bool)
+    rank_of = np.full(len(sequences.lengths), -1, dtype=np.int64)
+    is_canary = np.zeros(len(sequences.lengths), dtype=bool)
+    minibatches = []
+    left_out = []
     for dealt in np.array_split(generator.permutation(num_responses), num_minibatches):
         members = np.flatnonzero(np.isin(sequences.responses, dealt))
         candidates = np.unique(sequences.responses[members[sequences.can_watch[members]]])
         if len(candidates):
             is_canary |= sequences.responses == generator.choice(candidates)
-        runs_here = (runs | is_canary)[members]
+        runs_here = (sequences.runs | is_canary)[members]
         left_out.append(members[~runs_here])
-        members = members[runs_here]
-        units = _units(members, sequences, max_tokens)                                          # what stays together
-        tokens = np.array([count for count, _ in units], dtype=np.int64)
-        cost = np.array([math.fsum(costs[unit]) * count / math.fsum(lengths[unit]) for count, unit in units])
-        shares = partition(cost, world_size // group_size)                                      # [group] -> units
-        # at least each unit that is too long by itself, and as few as the tokens of the others allow
-        count = max(1, *(math.ceil(np.minimum(tokens[share], max_tokens).sum() / max_tokens) for share in shares))
-        packed = [_pack(tokens[share], cost[share], count, max_tokens) for share in shares]     # [group][micro-batch]
-        most = max(map(len, packed))
-        if most > count:                                        # first-fit needed more; all ranks fit in `most`
-            packed = [_pack(tokens[share], cost[share], most, max_tokens) for share in shares]
-        minibatches.append([])
-        for row in zip(*packed):
-            of_groups = [np.sort(np.concatenate([members[:0], *(units[number][1] for number in share[items])]))
-                         for share, items in zip(shares, row)]
-            of_ranks = of_groups if group_size == 1 else [
-                group[part] for group in of_groups for part in partition(costs[group], group_size)]
+        minibatches.append(_plan_minibatch(members[runs_here], sequences, world_size, max_tokens, group_size))
+        for of_ranks in minibatches[-1]:
             for rank, members_of_rank in enumerate(of_ranks):
                 rank_of[members_of_rank] = rank
-            minibatches[-1].append(of_ranks)
     return Plan(rank_of, minibatches, left_out, is_canary)
 
 
+def _plan_minibatch(members: np.ndarray, sequences: Sequences, world_size: int, max_tokens: int,
+                    group_size: int) -> list[list[np.ndarray]]:
+    """The micro-batches of a mini-batch of these sequences: [micro-batch][rank] -> sequences."""
+    units = _units(members, sequences, max_tokens)                                              # what stays together
+    tokens = np.array([count for count, _ in units], dtype=np.int64)
+    costs = np.array([_cost_of(unit, count, sequences) for count, unit in units])
+    shares = partition(costs, world_size // group_size)                                         # [group] -> units
+    count = 1                                               # the least that all groups of ranks need
+    for share in shares:
+        # each unit that is too long by itself, and as few micro-batches as the tokens of the others allow
+        count = max(count, math.ceil(np.minimum(tokens[share], max_tokens).sum() / max_tokens))
+    packed = [_pack(tokens[share], costs[share], count, max_tokens) for share in shares]        # [group][micro-batch]
+    most = max(map(len, packed))
+    if most > count:                                        # first-fit needed more; all ranks fit in `most`
+        packed = [_pack(tokens[share], costs[share], most, max_tokens) for share in shares]
+    microbatches = []
+    for items_of_groups in zip(*packed):
+        of_ranks: list[np.ndarray] = []
+        for share, items in zip(shares, items_of_groups):
+            of_units = [units[number][1] for number in share[items]]
+            of_group = np.sort(np.concatenate([members[:0], *of_units]))
+            if group_size == 1:
+                of_ranks.append(of_group)
+            else:                                           # each rank brings some
+                of_ranks += [of_group[part] for part in partition(sequences.costs[of_group], group_size)]
+        microbatches.append(of_ranks)
+    return microbatches
+
+
+def _cost_of(unit: np.ndarray, num_tokens: int, sequences: Sequences) -> float:
+    """FLOPs of sequences that have so many tokens together: less than apart, if they share a prompt."""
+    return math.fsum(sequences.costs[unit]) * num_tokens / math.fsum(sequences.lengths[unit])
+
+
 def _units(members: np.ndarray, sequences: Sequences, max_tokens: int) -> list[tuple[int, np.ndarray]]:
-    """The (tokens, responses) that stay together: single responses, or the responses of a group that fit together."""
-    lengths, groups = sequences.lengths, sequences.groups
-    if groups is None:
-        return [(int(lengths[i]), members[n : n + 1]) for n, i in enumerate(members)]
-    units: list[tuple[int, list[int]]] = []
-    for i in members[np.argsort(groups[members], kind="stable")]:
-        own = int(lengths[i] - sequences.prompt_lengths[i])
-        if units and groups[i] == groups[units[-1][1][-1]] and units[-1][0] + own <= max_tokens:
-            units[-1] = (units[-1][0] + own, [*units[-1][1], i])
-        else:
-            units.append((int(lengths[i]), [i]))
-    return [(tokens, np.array(unit, dtype=np.int64)) for tokens, unit in units]
+    """The (tokens, sequences) that stay together: single sequences, or those of a group that fit together."""
+    lengths = sequences.lengths
+    if sequences.groups is None:
+        return [(int(lengths[i]), np.array([i])) for i in members]
+    units: list[tuple[int, np.ndarray]] = []
+    for group in np.unique(sequences.groups[members]):
+        unit: list[int] = []
+        tokens = 0
+        for i in members[sequences.groups[members] == group]:
+            own = int(lengths[i] - sequences.prompt_lengths[i])                                 # without the prompt
+            if unit and tokens + own > max_tokens:
+                units.append((tokens, np.array(unit)))
+                unit = []
+            tokens = tokens + own if unit else int(lengths[i])
+            unit.append(i)
+        units.append((tokens, np.array(unit)))
+    return units

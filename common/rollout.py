@@ -1,7 +1,7 @@
 """What was sampled and scored in a step, in one container, and its way to the ranks that train on it.
 
 A `Rollout` holds this rank's responses, and a few numbers of every response on every rank (made by
-common/rollouts/scoring.py). `to_minibatches` sends each response to the rank that trains on it.
+common/rollouts/gather.py). `to_minibatches` sends each response to the rank that trains on it.
 
 Three ideas say what a response takes part in. A reward of NaN: it has no reward and is in no group's statistics.
 `in_loss` False: its tokens are in no loss and in no denominator. Left out, where the script says skip_zero_advantage:
@@ -11,7 +11,7 @@ through the model. One of these in each mini-batch does run, the canary: a gradi
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -179,43 +179,6 @@ class Rollout:
                 own = [*batch.extra, *batch.response_extra]
                 raise ValueError(f"Rollout.cat, select and take would lose the fields {own} of rollout.batch: write "
                                  f"them afterwards")
-
-
-@dataclass
-class Numbers:
-    """What every rank knows of a response: a field each of `Rollout`, and whether it has a score."""
-
-    has_score: bool
-    scores: float  # 0 without one
-    group: int
-    row: int
-    step: int
-    prompt_lengths: int
-    response_lengths: int
-    other_lengths: int
-    num_sequences: int
-    truncated: bool
-
-    @classmethod
-    def of(cls, s: Sample) -> "Numbers":
-        num_prompt = sum(len(prompt) for prompt, _ in s.sequences)
-        num_sampled = sum(part.num_sampled for _, part in s.sequences)
-        num_other = sum(len(part.tokens) for _, part in s.sequences) - num_sampled
-        return cls(math.isfinite(s.score), np.nan_to_num(s.score), s.group, s.row, s.step, num_prompt, num_sampled,
-                   num_other, len(s.sequences), s.response.finish_reason == "length")
-
-
-def gather_rollout(samples: list[Sample]) -> Rollout:
-    """The samples of this rank, with the numbers of all ranks' samples on every rank."""
-    names = [f.name for f in fields(Numbers)]
-    rows = [astuple(Numbers.of(s)) for s in samples]
-    index = torch.tensor([s.index for s in samples], dtype=torch.int64)
-    table = gather_numbers(torch.tensor(rows, dtype=torch.float64).view(-1, len(names)), index)     # [S, names]
-    found = dict(zip(names, table.unbind(1)))
-    has_score = found.pop("has_score") > 0
-    found["scores"] = torch.where(has_score, found["scores"], torch.nan)
-    found["truncated"] = found["truncated"] > 0
-    return Rollout(samples, **found | {name: found[name].long() for name in ("group", "row", "step")})
 
 
 # --------------------------------------------------------------------------- to the ranks that train

@@ -10,7 +10,8 @@ from common.dataset.images import embedding_size
 from common.dataset.messages import parse_row
 from common.dataset.store import template_arguments
 from common.parallel.ranks import all_names
-from common.rollout import Rollout, Sample, gather_rollout
+from common.rollout import Rollout, Sample
+from common.rollouts.gather import gather_rollout
 from envs.runtime.response import Response
 from envs.runtime.template import check_tokens
 

@@ -17,8 +17,9 @@ from common.engine.remote import Bridge, RemoteEngine
 from common.metrics import Meter
 from common.model.reward_model import RewardModel, RewardModelConfig
 from common.parallel.ranks import all_max, all_names, all_sum, seed_of
-from common.rollout import Rollout, Sample, gather_rollout
+from common.rollout import Rollout, Sample
 from common.rollouts.episodes import Episodes, measure_episodes
+from common.rollouts.gather import gather_rollout
 from common.rollouts.trial import try_function
 from envs.runtime.response import Response
 from envs.stored import pack, unpack

@@ -49,7 +49,8 @@ from common.packing import Sequences, plan_step
 from common.parallel import exchange
 from common.parallel.ranks import World, all_gather_objects, all_sum, seed_of
 from common.prompts import DataConfig, Prompt, PromptSampler
-from common.rollout import Minibatch, Rollout, Sample, gather_rollout
+from common.rollout import Minibatch, Rollout, Sample
+from common.rollouts.gather import gather_rollout
 from common.rollouts.record import token_texts
 from common.rollouts.scoring import responses_to_state
 from common.segments import group_mean, group_std

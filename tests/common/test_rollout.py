@@ -21,8 +21,9 @@ from common.engine.base import Engine, RolloutConfig, SamplingConfig, validation
 from common.metrics import Meter, Timer
 from common.parallel.ranks import seed_of
 from common.prompts import Prompt
-from common.rollout import Layout, Response, Rollout, Sample, gather_rollout, scatter_fields, to_minibatches
+from common.rollout import Layout, Response, Rollout, Sample, scatter_fields, to_minibatches
 from common.rollouts import scoring
+from common.rollouts.gather import gather_rollout
 from common.rollouts.record import row_of
 from common.rollouts.scoring import RolloutRequest, RolloutSource, responses_from_state, responses_to_state
 from common.rollouts.validation import best_at, evaluate, majority, validation_metrics

@@ -8,7 +8,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from common.prompts import Prompt
-from common.rollout import Sample, gather_rollout
+from common.rollout import Sample
+from common.rollouts.gather import gather_rollout
 from common.rollouts.spans import find_spans
 from envs.runtime.response import Response
 from tests.conftest import MODEL

@@ -20,8 +20,9 @@ from common.model.policy import ModelConfig
 from common.model.reward_model import RewardModel, RewardModelConfig
 from common.parallel.ranks import seed_of
 from common.prompts import TemplateConfig
-from common.rollout import Layout, Response, gather_rollout, to_minibatches
+from common.rollout import Layout, Response, to_minibatches
 from common.rollouts.episodes import start_episodes
+from common.rollouts.gather import gather_rollout
 from common.rollouts.scoring import (
     RolloutRequest,
     RolloutSource,

@@ -13,7 +13,8 @@ from common.engine.vllm import to_response
 from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig
 from common.prompts import Prompt
-from common.rollout import Layout, Response, Sample, gather_rollout, to_minibatches
+from common.rollout import Layout, Response, Sample, to_minibatches
+from common.rollouts.gather import gather_rollout
 from envs.runtime.conversation import ChatTemplate, Conversation
 from tests.engine.in_flight_runs import NoText
 from tests.generate import generate

@@ -14,7 +14,8 @@ from common import losses
 from common.batch import Batch
 from common.parallel import ranks
 from common.prompts import Prompt
-from common.rollout import Layout, Response, Sample, gather_rollout, to_minibatches
+from common.rollout import Layout, Response, Sample, to_minibatches
+from common.rollouts.gather import gather_rollout
 from common.rollouts.turns import to_units
 from grpo_variants import group_advantages, passk_advantages
 from tests.conftest import launch

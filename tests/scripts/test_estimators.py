@@ -11,7 +11,8 @@ import grpo_variants
 import rloo
 from common.batch import Batch
 from common.prompts import Prompt
-from common.rollout import Response, Sample, gather_rollout
+from common.rollout import Response, Sample
+from common.rollouts.gather import gather_rollout
 from common.segments import segment_cumsum, whiten
 from variants.optimal_baseline import optimal_token_baseline
 

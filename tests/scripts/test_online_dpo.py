@@ -19,8 +19,9 @@ from common.engine.make import stop_tokens
 from common.model.lora import LoRAConfig
 from common.parallel import ranks
 from common.prompts import DataConfig
-from common.rollout import Response, Sample, gather_rollout
+from common.rollout import Response, Sample
 from common.rollouts.answers import add_answers, answers_of
+from common.rollouts.gather import gather_rollout
 from common.segments import best_and_worst, group_win_rate
 from tests.conftest import STOPS, launch, launch_all
 from tests.engine.template_table import make_tokenizer, sources

@@ -19,8 +19,9 @@ from common.engine.make import make_engine
 from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig
 from common.prompts import DataConfig, TemplateConfig
-from common.rollout import Sample, gather_rollout
+from common.rollout import Sample
 from common.rollouts.episodes import start_episodes
+from common.rollouts.gather import gather_rollout
 from envs.stored import pack, unpack
 from tests.engine.episode_runs import Runs, runs_of, with_tools
 from tests.vision.episodes_with_pictures import random_picture

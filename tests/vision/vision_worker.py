@@ -12,7 +12,8 @@ from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig
 from common.parallel import ranks
 from common.prompts import DataConfig
-from common.rollout import Layout, Response, Sample, gather_rollout, to_minibatches
+from common.rollout import Layout, Response, Sample, to_minibatches
+from common.rollouts.gather import gather_rollout
 from tests.vision.tiny_models import picture
 
 RESPONSES = {0: [[5, 7, 2], [900, 901, 902, 903]], 1: [[8, 2], [9, 10, 11]], 2: [[4098, 17, 4097, 30, 2], [6]],

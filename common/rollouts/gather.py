@@ -1,0 +1,47 @@
+"""The responses that ranks have scored, in a `Rollout` whose numbers every rank knows."""
+
+import math
+from dataclasses import astuple, dataclass, fields
+
+import numpy as np
+import torch
+
+from common.parallel.exchange import gather_numbers
+from common.rollout import Rollout, Sample
+
+
+@dataclass
+class Numbers:
+    """What every rank knows of a response: a field each of `Rollout`, and whether it has a score."""
+
+    has_score: bool
+    scores: float  # 0 without one
+    group: int
+    row: int
+    step: int
+    prompt_lengths: int
+    response_lengths: int
+    other_lengths: int
+    num_sequences: int
+    truncated: bool
+
+    @classmethod
+    def of(cls, s: Sample) -> "Numbers":
+        num_prompt = sum(len(prompt) for prompt, _ in s.sequences)
+        num_sampled = sum(part.num_sampled for _, part in s.sequences)
+        num_other = sum(len(part.tokens) for _, part in s.sequences) - num_sampled
+        return cls(math.isfinite(s.score), np.nan_to_num(s.score), s.group, s.row, s.step, num_prompt, num_sampled,
+                   num_other, len(s.sequences), s.response.finish_reason == "length")
+
+
+def gather_rollout(samples: list[Sample]) -> Rollout:
+    """The samples of this rank, with the numbers of all ranks' samples on every rank."""
+    names = [f.name for f in fields(Numbers)]
+    rows = [astuple(Numbers.of(s)) for s in samples]
+    index = torch.tensor([s.index for s in samples], dtype=torch.int64)
+    table = gather_numbers(torch.tensor(rows, dtype=torch.float64).view(-1, len(names)), index)     # [S, names]
+    found = dict(zip(names, table.unbind(1)))
+    has_score = found.pop("has_score") > 0
+    found["scores"] = torch.where(has_score, found["scores"], torch.nan)
+    found["truncated"] = found["truncated"] > 0
+    return Rollout(samples, **found | {name: found[name].long() for name in ("group", "row", "step")})
