@@ -227,7 +227,7 @@ def _build(auto_class: type, path: str, hf_config: PretrainedConfig, config: Mod
 def uses_liger(device: torch.device, hf_config: PretrainedConfig, config: ModelConfig) -> bool:
     """Whether the model is trained with Liger's fused norms, rotary embeddings and gated MLPs (arXiv 2410.10989). They
     keep less for the backward pass: for a norm only its input, for an MLP no activated gate. Log-probs still come from
-    common/kernels.py, whose logits are float32 and whose entropy has a gradient."""
+    common/kernels, whose logits are float32 and whose entropy has a gradient."""
     is_installed = importlib.util.find_spec("liger_kernel") is not None
     return config.liger and is_installed and device.type == "cuda" and hf_config.model_type in LIGER_FAMILIES
 

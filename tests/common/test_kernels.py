@@ -9,8 +9,8 @@ import torch
 from torch.autograd import gradcheck
 
 import distill
-from common import kernels
-from common.kernels import CPU_TILE, CUDA_TILE_BYTES, Head, tile_shape
+from common.kernels import CPU_TILE, CUDA_TILE_BYTES, Head, divergence, tile_shape
+from common.kernels import logp as kernel
 from tests import oracles
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
@@ -45,12 +45,12 @@ def naive(hidden, weight, targets, temperature=1.0, softcap=None, logit_scale=1.
 
 def tiles(tokens: int, vocab: int):
     """In this block a tile has this many tokens and words."""
-    return mock.patch.object(kernels, "CPU_TILE", (tokens, vocab))
+    return mock.patch.object(kernel, "CPU_TILE", (tokens, vocab))
 
 
 def linear_logp(hidden, weight, targets, temperature=1.0, softcap=None, logit_scale=1.0, **more):
     """With the signature of the oracle and of `naive`."""
-    return kernels.linear_logp(hidden, Head(weight, softcap, logit_scale), targets, temperature, **more)
+    return kernel.linear_logp(hidden, Head(weight, softcap, logit_scale), targets, temperature, **more)
 
 
 def gradients(function, hidden, weight, targets, up, entropy=True, **settings):
@@ -134,8 +134,8 @@ def test_the_sum_of_squared_probabilities(dtype, settings):
 @pytest.mark.parametrize("parts", [(1, 0), (0, 1), (1, 1)], ids=["logp", "entropy", "both"])
 def test_the_gradient_by_the_entropy_is_computed_where_a_loss_has_it(parts, monkeypatch):
     """A term of the entropy in a fork's loss has its gradient, and costs time only there."""
-    seen, slope = set(), kernels._slope
-    monkeypatch.setattr(kernels, "_slope", lambda *args: seen.add(args[-1] is not None) or slope(*args))
+    seen, slope = set(), kernel._slope
+    monkeypatch.setattr(kernel, "_slope", lambda *args: seen.add(args[-1] is not None) or slope(*args))
     found = []
     for function in (naive, linear_logp):
         hidden, weight, targets, up = inputs()
@@ -289,8 +289,8 @@ def divergence_errors(kind: str, dtype, seed: int, settings: dict, rows: int = 4
     hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
     heads = [Head(w, settings.get("softcap"), settings.get("logit_scale", 1.0)) for w in (weight, other)]
     formula = partial(distill.DIVERGENCES[kind], beta=beta)
-    with mock.patch.object(kernels, "CHUNK_BYTES", {"cpu": 4 * 29 * rows}):
-        value = kernels.linear_divergence((hidden, heads[0]), (wide, heads[1]), formula, temperature)
+    with mock.patch.object(divergence, "CHUNK_BYTES", {"cpu": 4 * 29 * rows}):
+        value = divergence.linear_divergence((hidden, heads[0]), (wide, heads[1]), formula, temperature)
         found = torch.autograd.grad((value * up[0]).sum(), (hidden, weight))
     assert value.dtype == dtype
     products = [(x.detach().double() @ w.detach().double().T) for x, w in ((hidden, weight), (wide, other[:29]))]
@@ -324,7 +324,7 @@ def test_divergences_are_torchs_kl_div():
                 "jsd": beta * kl(logm, logq) + (1 - beta) * kl(logm, logp)}
         for kind, values in want.items():
             formula = partial(distill.DIVERGENCES[kind], beta=beta)
-            found = kernels.linear_divergence((hidden, Head(weight)), (wide, Head(other)), formula, 0.7)
+            found = divergence.linear_divergence((hidden, Head(weight)), (wide, Head(other)), formula, 0.7)
             assert (found - values.sum(-1)).abs().max() < 1e-10
 
 
@@ -333,13 +333,13 @@ def test_a_divergence_without_tokens_or_of_a_frozen_head():
     hidden, weight, _, _ = inputs()
     formula = partial(distill.reverse_kl, beta=0.5)
     none, weight = hidden[:0].clone().requires_grad_(), weight.requires_grad_()
-    value = kernels.linear_divergence((none, Head(weight)), (hidden[:0], Head(weight.detach())), formula)
+    value = divergence.linear_divergence((none, Head(weight)), (hidden[:0], Head(weight.detach())), formula)
     grads = torch.autograd.grad(value.sum(), (none, weight))
     assert value.shape == (0,) and grads[0].shape == none.shape and not grads[1].any()
     hidden, other = hidden.requires_grad_(), torch.flip(weight.detach(), [0])
     both = (hidden, Head(weight)), (hidden.detach(), Head(other))
     frozen = (hidden, Head(weight.detach())), both[1]
-    ours, theirs = (torch.autograd.grad(kernels.linear_divergence(*pair, formula).sum(), hidden)[0]
+    ours, theirs = (torch.autograd.grad(divergence.linear_divergence(*pair, formula).sum(), hidden)[0]
                     for pair in (both, frozen))
     assert ours.any() and torch.equal(ours, theirs)
 
@@ -352,9 +352,9 @@ def test_bfloat16_divergences_sum_the_heads_gradient_in_float32():
 
     def gradient(dtype, rows):
         w = weight.to(dtype).requires_grad_()
-        with mock.patch.object(kernels, "CHUNK_BYTES", {"cpu": 4 * 64 * rows}):
+        with mock.patch.object(divergence, "CHUNK_BYTES", {"cpu": 4 * 64 * rows}):
             models = (hidden.to(dtype), Head(w)), (hidden.to(dtype), Head(other.to(dtype)))
-            found = kernels.linear_divergence(*models, formula)
+            found = divergence.linear_divergence(*models, formula)
         return torch.autograd.grad(found.sum(), w)[0].double()
 
     exact, ours = gradient(F64, 128), gradient(BF16, 1)
@@ -369,11 +369,11 @@ def test_compiled_tiles_are_those_of_the_same_code(with_entropy, monkeypatch):
     for compiled in (False, True):
         hidden, weight, targets, up = inputs(N=37, H=8, V=300, dtype=F32)
         leaves = [hidden.requires_grad_(), weight.requires_grad_()]
-        monkeypatch.setattr(kernels, "CPU_TILE", (16, 128))
+        monkeypatch.setattr(kernel, "CPU_TILE", (16, 128))
         if compiled:
             for name in ("_absorb", "_slope"):
-                monkeypatch.setattr(kernels, name, kernels._compiled(getattr(kernels, name)))
-        logp, entropy, sum_p2 = kernels.linear_logp(hidden, Head(weight), targets, 0.7, True)
+                monkeypatch.setattr(kernel, name, kernel._compiled(getattr(kernel, name)))
+        logp, entropy, sum_p2 = kernel.linear_logp(hidden, Head(weight), targets, 0.7, True)
         loss = (logp * up[0]).sum() + ((entropy * up[1]).sum() if with_entropy else 0)
         found.append([logp, entropy, sum_p2, *torch.autograd.grad(loss, leaves)])
     for plain, other in zip(*found, strict=True):

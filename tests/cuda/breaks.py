@@ -157,7 +157,7 @@ BREAKS = [
         ("weights by gloo", 'if world.device.type == "cpu":', "if True:", "weights go through the host", ENGINE),
     ),
     *of(
-        "common/kernels.py",
+        "common/kernels/logp.py",
         ("logits in 16 bits", "torch.mm(a, b, out_dtype=torch.float32)", "(a @ b).float()",
          "log-probs are off by up to 0.06", STEP),
         ("products of two dtypes", "torch.mm(a, b, out_dtype=torch.float32)", "torch.mm(a, b.float())",

@@ -1,15 +1,13 @@
-"""Log-probs and entropies from hidden states, without ever holding the logits [N, V].
+"""Log-probs and entropies of sampled tokens from hidden states.
 
 `linear_logp` walks over tiles of (tokens x vocabulary), keeps the running maximum, sum of exponentials and entropy of
 each token (an online softmax), and recomputes the tiles in backward. The logits are float32 whatever the input dtype:
 rounding them to bfloat16 moves a log-prob by up to 0.06 at |z| = 20.
-
-`linear_divergence` compares the whole distributions of two models, of a few tokens at a time.
 """
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -17,7 +15,6 @@ from torch import Tensor
 
 CPU_TILE = (512, 4096)        # tokens x vocabulary: 8 MB of logits stay in the cache (2x faster than a 100 MB chunk)
 CUDA_TILE_BYTES = 256 << 20
-CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}      # of a divergence's logits; about eight tensors as large exist
 
 
 class Head(NamedTuple):
@@ -51,13 +48,13 @@ class _LinearLogp(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, *settings):
         temperature, softcap, logit_scale, with_sum_p2, tile = settings
-        top = hidden.new_full(targets.shape, -1e30, dtype=_accumulate_dtype(hidden))   # [N] running maximum
+        top = hidden.new_full(targets.shape, -1e30, dtype=accumulate_dtype(hidden))   # [N] running maximum
         total, moment, squares, picked = (torch.zeros_like(top) for _ in range(4))     # sums of e, e (z - top), e^2
         absorb = _compiled(_absorb) if hidden.is_cuda else _absorb
-        with _matmul(hidden, weight) as mm:
-            for vocab in _slices(weight.shape[0], tile[1]):
+        with matmul(hidden, weight) as mm:
+            for vocab in slices(weight.shape[0], tile[1]):
                 head = mm.operand(weight[vocab])
-                for rows in _slices(hidden.shape[0], tile[0]):
+                for rows in slices(hidden.shape[0], tile[0]):
                     z = _logits(mm, mm.operand(hidden[rows]), head, temperature, softcap, logit_scale)   # a tile
                     here, column = _find(targets[rows], vocab)
                     picked[rows] = torch.where(here, z.gather(1, column[:, None])[:, 0], picked[rows])
@@ -80,15 +77,15 @@ class _LinearLogp(torch.autograd.Function):
         temperature, softcap, logit_scale, _, tile = ctx.settings
         if grad_logp is None:                                                          # a loss of the entropy alone
             grad_logp = torch.zeros_like(entropy)
-        want_weight, dtype = ctx.needs_input_grad[1], _accumulate_dtype(hidden)
+        want_weight, dtype = ctx.needs_input_grad[1], accumulate_dtype(hidden)
         grad_hidden = torch.zeros_like(hidden, dtype=dtype)
         grad_weight = torch.empty_like(weight) if want_weight else None
         slope_of = _compiled(_slope) if hidden.is_cuda else _slope
-        with _matmul(hidden, weight) as mm:
-            for vocab in _slices(weight.shape[0], tile[1]):
+        with matmul(hidden, weight) as mm:
+            for vocab in slices(weight.shape[0], tile[1]):
                 head = mm.operand(weight[vocab])
                 grad_head = torch.zeros_like(weight[vocab], dtype=dtype) if want_weight else None
-                for rows in _slices(hidden.shape[0], tile[0]):
+                for rows in slices(hidden.shape[0], tile[0]):
                     h = mm.operand(hidden[rows])
                     z = _logits(mm, h, head, temperature, softcap, logit_scale)
                     slope = (1 - (z * (temperature / softcap)).square_()) if softcap else None
@@ -141,69 +138,11 @@ def _compiled(function: Callable) -> Callable:
     return torch.compile(function, dynamic=True, options={"deterministic": True, "compile_threads": 1})
 
 
-def linear_divergence(student: tuple[Tensor, Head], teacher: tuple[Tensor, Head],
-                      divergence: Callable[[Tensor, Tensor], Tensor], temperature: float = 1.0) -> Tensor:
-    """divergence(log p, log q) of each token, p the student's softmax(logits / temperature) and q the teacher's:
-    float32 [N], float64 where the inputs are, with the gradient by the student's hidden states and head.
-
-    `student`, `teacher`: hidden states [N, H], H of their own, and the head. `divergence` maps log-probs [n, V] of both
-    to [n], and autograd differentiates it. It sees n of the N tokens at a time, in forward and again in backward. V is
-    the student's vocabulary: what the teacher's head has beyond it is padding, and is left out.
-    """
-    (hidden, head), (other_hidden, other) = student, teacher
-
-    def of_products(ours: Tensor, theirs: Tensor) -> Tensor:
-        return divergence(_log_softmax(ours, head, temperature), _log_softmax(theirs, other, temperature))
-
-    return _LinearDivergence.apply(hidden, head.weight, other_hidden, other.weight[: len(head.weight)], of_products)
-
-
-def _log_softmax(product: Tensor, head: Head, temperature: float) -> Tensor:
-    """As `_logits`, with a gradient."""
-    if head.softcap:
-        return (torch.tanh(product * (head.logit_scale / head.softcap)) * (head.softcap / temperature)).log_softmax(1)
-    return (product * (head.logit_scale / temperature)).log_softmax(1)
-
-
-class _LinearDivergence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden, weight, other_hidden, other_weight, of_products):
-        ctx.save_for_backward(hidden, weight, other_hidden, other_weight)
-        ctx.of_products = of_products
-        value = hidden.new_empty(len(hidden), dtype=_accumulate_dtype(hidden))
-        for rows, *_, products in _chunks(hidden, weight, other_hidden, other_weight):
-            value[rows] = of_products(*products)
-        return value
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        hidden, weight, *_ = ctx.saved_tensors
-        grad_hidden, grad_weight = (torch.zeros_like(x, dtype=_accumulate_dtype(hidden)) for x in (hidden, weight))
-        for rows, mm, head, (ours, theirs) in _chunks(*ctx.saved_tensors):
-            with torch.enable_grad():
-                value = ctx.of_products(ours.requires_grad_(), theirs)
-            g = mm.operand(torch.autograd.grad(value, ours, grad[rows])[0])
-            mm.add(grad_hidden[rows], g, head)
-            if ctx.needs_input_grad[1]:
-                mm.add(grad_weight, g.T, mm.operand(hidden[rows]))
-        return grad_hidden.to(hidden.dtype), grad_weight.to(weight.dtype), None, None, None
-
-
-def _chunks(hidden: Tensor, weight: Tensor, other_hidden: Tensor, other_weight: Tensor) -> Iterator[tuple]:
-    """Some rows at a time, and the products of their hidden states with both heads, [n, V] each."""
-    with _matmul(hidden, weight) as mm:
-        head, other_head = mm.operand(weight), mm.operand(other_weight)
-        for rows in _slices(len(hidden), max(1, CHUNK_BYTES[hidden.device.type] // 4 // len(weight))):
-            ours, theirs = mm.operand(hidden[rows]), mm.operand(other_hidden[rows])
-            yield rows, mm, head, (mm(ours, head.T), mm(theirs, other_head.T))
-
-
-def _accumulate_dtype(x: Tensor) -> torch.dtype:
+def accumulate_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _slices(length: int, size: int):
+def slices(length: int, size: int):
     return [slice(i, min(i + size, length)) for i in range(0, length, size)]
 
 
@@ -240,7 +179,7 @@ class _Matmul:
 
 
 @contextlib.contextmanager
-def _matmul(hidden: Tensor, weight: Tensor):
+def matmul(hidden: Tensor, weight: Tensor):
     dtype = torch.promote_types(hidden.dtype, weight.dtype)
     low = dtype in (torch.bfloat16, torch.float16)
     with torch.autocast(hidden.device.type, enabled=False):
