@@ -51,8 +51,9 @@ class Batch:
     def __post_init__(self) -> None:
         sizes = {"token": len(self.tokens), "response": len(self.cu_seqlens) - 1}
         for name, (tensor, per) in self.present().items():
-            must_be_flat = not name.startswith(OWN) and name != "routing"
-            if len(tensor) != sizes[per] or (must_be_flat and tensor.dim() != 1):
+            may_be_wide = name.startswith(OWN) or name == "routing"
+            is_flat = tensor.dim() == 1
+            if len(tensor) != sizes[per] or not (may_be_wide or is_flat):
                 raise ValueError(f"Batch.{name} has shape {list(tensor.shape)}, must be [{sizes[per]}]: one per {per}")
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -72,18 +73,28 @@ class Batch:
     def present(self) -> dict[str, tuple[Tensor, str]]:
         """name -> (tensor, "token" or "response") of every field that is not None, `cu_seqlens` left out. Names of a
         script's own fields begin with those of the dict that holds them: "extra.NAME"."""
-        found = {f.name: (vars(self)[f.name], f.metadata["per"]) for f in fields(self) if f.metadata}
-        found |= {f"extra.{name}": (tensor, "token") for name, tensor in self.extra.items()}
-        found |= {f"response_extra.{name}": (tensor, "response") for name, tensor in self.response_extra.items()}
-        return {name: (tensor, per) for name, (tensor, per) in found.items() if tensor is not None}
+        found = {}
+        for f in fields(self):
+            if f.metadata and vars(self)[f.name] is not None:
+                found[f.name] = vars(self)[f.name], f.metadata["per"]
+        for name, tensor in self.extra.items():
+            found[f"extra.{name}"] = tensor, "token"
+        for name, tensor in self.response_extra.items():
+            found[f"response_extra.{name}"] = tensor, "response"
+        return found
 
     @classmethod
     def of_fields(cls, values: dict[str, Any], cu_seqlens: Tensor) -> "Batch":
         """The batch whose `present()` has these names and tensors."""
-        own = {prefix: {name.removeprefix(prefix): x for name, x in values.items() if name.startswith(prefix)}
-               for prefix in OWN}
-        plain = {name: x for name, x in values.items() if not name.startswith(OWN)}
-        return cls(**plain, cu_seqlens=cu_seqlens, extra=own["extra."], response_extra=own["response_extra."])
+        plain, extra, response_extra = {}, {}, {}
+        for name, tensor in values.items():
+            if name.startswith("extra."):
+                extra[name.removeprefix("extra.")] = tensor
+            elif name.startswith("response_extra."):
+                response_extra[name.removeprefix("response_extra.")] = tensor
+            else:
+                plain[name] = tensor
+        return cls(**plain, cu_seqlens=cu_seqlens, extra=extra, response_extra=response_extra)
 
     def __len__(self) -> int:
         return len(self.index)
@@ -133,6 +144,8 @@ class Batch:
         response without tokens stays as its prompt alone, without a mask: it has no loss and is in no denominator.
         Raises ValueError, naming the response, for log-probs that are not finite."""
         assert all(map(len, prompts)), "a prompt is empty: the first response token must follow something"
+        if masks is None:
+            masks = [[True] * len(response) for response in responses]
         for rows in (rollout_logps, masks):
             assert rows is None or list(map(len, rows)) == list(map(len, responses)), "one number for each token"
 
@@ -142,25 +155,31 @@ class Batch:
 
         zeros = [[0] * len(prompt) for prompt in prompts]
         tokens = flat(prompts, responses, np.int64)
-        mask = flat(zeros, masks or [[True] * len(response) for response in responses], np.bool_)
+        mask = flat(zeros, masks, np.bool_)
         lengths = torch.tensor([len(p) + len(r) for p, r in zip(prompts, responses)], dtype=torch.int64)
-        index = torch.tensor(index or range(len(responses)), dtype=torch.int64)
-        number = index if number is None else torch.tensor(number, dtype=torch.int64)
-        batch = cls(tokens, mask, offsets(lengths), index, number)
+        if index is None:
+            index = [*range(len(responses))]
+        if number is None:
+            number = index
+        batch = cls(tokens, mask, offsets(lengths), torch.tensor(index, dtype=torch.int64),
+                    torch.tensor(number, dtype=torch.int64))
         if rollout_logps is not None:
             batch.rollout_logp = flat(zeros, rollout_logps, np.float32).where(mask, 0.0)
             batch.check_finite("the engine's log-prob", batch.rollout_logp, "check the engine")
         return batch
 
     def dummy(self) -> "Batch":
-        """One response of two tokens without a mask, with the optional fields of this batch; every number is 0.
+        """One response of two tokens without a mask, with the optional fields of this batch; every number is 0, but for
+        index, number and routing, which are -1.
 
         A rank without responses in a micro-batch runs it, because FSDP's collectives must match on all ranks. Having no
         mask, it is in no denominator and no statistic, and its weight and gradient are 0."""
-        zeros = {name: x.new_zeros(1 + (per == "token"), *x.shape[1:]) for name, (x, per) in self.present().items()}
-        for name in {"index", "number", "routing"} & zeros.keys():
-            zeros[name] -= 1
-        return Batch.of_fields(zeros, self.cu_seqlens.new_tensor([0, 2]))
+        sizes = {"token": 2, "response": 1}
+        values = {name: x.new_zeros(sizes[per], *x.shape[1:]) for name, (x, per) in self.present().items()}
+        for name in ("index", "number", "routing"):
+            if name in values:
+                values[name] -= 1
+        return Batch.of_fields(values, self.cu_seqlens.new_tensor([0, 2]))
 
     def check_finite(self, name: str, x: Tensor, advice: str = "look at grad_norm before, and at its text") -> None:
         """Refuse NaN and infinity in a per-token tensor [T], naming the first response that has some."""
@@ -202,7 +221,8 @@ class Batch:
         """Batches one after another; all must have the same optional fields."""
         present = [batch.present() for batch in batches]
         for fields_of_batch in present:
-            if differing := fields_of_batch.keys() ^ present[0].keys():
+            differing = fields_of_batch.keys() ^ present[0].keys()
+            if differing:
                 raise ValueError(f"Batch.cat: {', '.join(sorted(differing))} is in some of the batches only")
         joined = {name: torch.cat([of_batch[name][0] for of_batch in present]) for name in present[0]}
         return cls.of_fields(joined, offsets(torch.cat([batch.lengths for batch in batches])))

@@ -44,15 +44,15 @@ def token_weights(minibatch: Minibatch, aggregation: str, masks: Sequence[Tensor
     if divides and not (norm_length or 0) > 0:
         raise ValueError(f"token_weights: norm_length is {norm_length}: {aggregation} divides by this constant, which "
                          f"must be above 0, e.g. args.rollout.max_response_length")
-    for batch, mask in zip(minibatch, masks or []):
-        if (mask & ~batch.mask).any():
+    used = [batch.mask for batch in minibatch] if masks is None else list(masks)
+    for batch, mask in zip(minibatch, used, strict=True):
+        if mask is not batch.mask and (mask & ~batch.mask).any():
             raise ValueError("token_weights: a mask is True on a token that the policy did not sample, whose log-prob "
                              "is 0: combine it with microbatch.mask")
-    used = [batch.mask for batch in minibatch] if masks is None else list(masks)
     # one entry more: dummies add their 0 somewhere, also where there are no responses
     left_out = torch.nn.functional.pad(minibatch.left_out_lengths, (0, 1))
     here = left_out.new_zeros(len(left_out), device=used[0].device)
-    for batch, mask in zip(minibatch, used, strict=True):
+    for batch, mask in zip(minibatch, used):
         here.index_add_(0, batch.index.clamp(min=0), segment_sum(mask.double(), batch.cu_seqlens))
     counts = all_sum(here) + left_out                                                   # [S] tokens of each response
     tokens, responses = int(counts.sum()), int((counts > 0).sum())

@@ -38,12 +38,18 @@ class Meter:
 
     def total(self, name: str, value: Tensor | float, per: float = 1.0) -> None:
         """Sum over all ranks, divided by `per`."""
-        self.sums[name] = self.sums[name] + (value.detach() if isinstance(value, Tensor) else value) / per
+        if isinstance(value, Tensor):
+            value = value.detach()
+        self.sums[name] = self.sums[name] + value / per
 
     def max(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
         values = _where(mask, values, -torch.inf)
-        top = values.max() if values.numel() else torch.tensor(-torch.inf, dtype=torch.float64)
-        self.maxima[name] = torch.maximum(self.maxima[name], top) if name in self.maxima else top
+        top = torch.tensor(-torch.inf, dtype=torch.float64)
+        if values.numel():
+            top = values.max()
+        if name in self.maxima:
+            top = torch.maximum(self.maxima[name], top)
+        self.maxima[name] = top
 
     def min(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
         self.negated.add(name)
@@ -62,17 +68,27 @@ class Meter:
     def reduce(self) -> dict[str, float]:
         """The step's numbers, the same on every rank. Metrics with no values are left out."""
         # names travel with their numbers: two ranks may have as many names, and not the same
-        ours = [{name: float(x) for name, x in numbers.items()} for numbers in (self.sums, self.counts, self.maxima)]
-        of_sums, of_counts, of_maxima, negated = zip(*all_gather_objects([*ours, self.negated]))
-        sums, counts, maxima = combine(of_sums, np.sum), combine(of_counts, np.sum), combine(of_maxima, np.max)
-        metrics = {name: total / counts[name] if name in counts else total              # a total has no count
-                   for name, total in sums.items() if counts.get(name, 1)}
-        metrics |= {name: -top if name in set().union(*negated) else top
-                    for name, top in maxima.items() if top != -np.inf}
+        ours = as_floats(self.sums), as_floats(self.counts), as_floats(self.maxima), self.negated
+        of_sums, of_counts, of_maxima, of_negated = zip(*all_gather_objects(ours))
+        counts = combine(of_counts, np.sum)
+        negated = set().union(*of_negated)
+        metrics = {}
+        for name, total in combine(of_sums, np.sum).items():
+            if name not in counts:                                      # a total
+                metrics[name] = total
+            elif counts[name]:
+                metrics[name] = total / counts[name]
+        for name, top in combine(of_maxima, np.max).items():
+            if top != -np.inf:
+                metrics[name] = -top if name in negated else top
         for name, (formula, inputs) in self.formulas.items():
             if metrics.keys() >= set(inputs):
                 metrics[name] = formula(*(metrics[n] for n in inputs))
         return {name: value for name, value in metrics.items() if not name.startswith("_")}
+
+
+def as_floats(numbers: dict[str, Any]) -> dict[str, float]:
+    return {name: float(x) for name, x in numbers.items()}
 
 
 def _where(mask: Tensor | None, values: Tensor, other: float) -> Tensor:
@@ -84,7 +100,10 @@ def _where(mask: Tensor | None, values: Tensor, other: float) -> Tensor:
 def spread(name: str, values: Tensor) -> dict[str, float]:
     """name/mean, name/max, name/min of numbers [N] that every rank has, ignoring NaN; {} if there are none."""
     values = values[~values.isnan()].double()
-    return {f"{name}/{kind}": float(getattr(values, kind)()) for kind in ("mean", "max", "min") if len(values)}
+    if not len(values):
+        return {}
+    return {f"{name}/mean": float(values.mean()), f"{name}/max": float(values.max()),
+            f"{name}/min": float(values.min())}
 
 
 class Timer:
@@ -92,7 +111,8 @@ class Timer:
     a GPU's memory: the error says the phase and the flags to turn."""
 
     def __init__(self, on_phase: Callable[[str], None] = lambda name: None):
-        self.on_phase, self.start = on_phase, time.perf_counter()
+        self.on_phase = on_phase
+        self.start = time.perf_counter()
         self.seconds: dict[str, float] = defaultdict(float)
 
     @contextmanager
@@ -117,7 +137,9 @@ class Timer:
 
 def preference_metrics(log_ratio: Tensor, beta: float) -> dict[str, float]:
     """Of pairs [2 P]: mean rewards beta log p / p_ref; the share whose chosen answer has the higher (a tie: half)."""
-    chosen, rejected = beta * log_ratio.detach()[0::2], beta * log_ratio.detach()[1::2]
+    reward = beta * log_ratio.detach()
+    chosen = reward[0::2]
+    rejected = reward[1::2]
     return {
         "preference/accuracy": (torch.sign(chosen - rejected) / 2 + 0.5).mean().item(),
         "preference/margin": (chosen - rejected).mean().item(),

@@ -76,22 +76,29 @@ class Rollout:
         on them. An episode whose history was rewritten has several sequences."""
         parts = self.sequences()
         batch = Batch.build(
-            [prompt for *_, prompt, _ in parts], [part.tokens for *_, part in parts],
-            number=[number for number, *_ in parts], index=[sample.index for _, sample, *_ in parts],
-            rollout_logps=[part.logp for *_, part in parts],
-            masks=[part.mask or [True] * len(part.tokens) for *_, part in parts],
+            [prompt for _, _, prompt, _ in parts], [part.tokens for _, _, _, part in parts],
+            number=[number for number, _, _, _ in parts], index=[sample.index for _, sample, _, _ in parts],
+            rollout_logps=[part.logp for _, _, _, part in parts],
+            masks=[part.mask or [True] * len(part.tokens) for _, _, _, part in parts],
         )
-        # prompts that are not their row's share their images with no other: a number of their own below -1
-        own = [-2 - number if part.images and prompt != s.prompt.tokens else -1 for number, s, prompt, part in parts]
-        batch.row = torch.tensor([s.row if s.prompt.images and part.prompt is None else alone
-                                  for (_, s, _, part), alone in zip(parts, own)], dtype=torch.int64)
+        rows = [-1] * len(parts)  # without images
+        for i, (number, sample, prompt, part) in enumerate(parts):
+            if sample.prompt.images and part.prompt is None:
+                rows[i] = sample.row
+            elif part.images and prompt != sample.prompt.tokens:
+                # a prompt that is not its row's shares its images with no other: a number of its own below -1
+                rows[i] = -2 - number
+        batch.row = torch.tensor(rows, dtype=torch.int64)
         return batch
 
     def sequences(self) -> list[tuple[int, Sample, list[int], Response]]:
         """This rank's sequences in the order of `batch`: number in the step, sample, prompt's tokens, response."""
         first = (self.num_sequences.cumsum(0) - self.num_sequences).long().tolist()                 # [S]
-        samples = sorted(self.samples, key=lambda sample: sample.index)
-        return [(first[s.index] + n, s, *part) for s in samples for n, part in enumerate(s.sequences)]
+        found = []
+        for sample in sorted(self.samples, key=lambda sample: sample.index):
+            for n, (prompt, response) in enumerate(sample.sequences):
+                found.append((first[sample.index] + n, sample, prompt, response))
+        return found
 
     @property
     def has_score(self) -> Tensor:
@@ -122,8 +129,12 @@ class Rollout:
             if not math.isfinite(s.score):
                 continue
             numbers = s.extras.get(name)
-            if len(s.sequences) > 1 or not isinstance(numbers, list | tuple) or len(numbers) != len(response.tokens):
-                found = f"a list of {len(numbers)}" if isinstance(numbers, list | tuple) else repr(numbers)[:80]
+            found = repr(numbers)[:80]
+            is_right = False
+            if isinstance(numbers, list | tuple):
+                found = f"a list of {len(numbers)}"
+                is_right = len(numbers) == len(response.tokens) and len(s.sequences) == 1
+            if not is_right:
                 raise ValueError(f"row {s.row} of --train-data: the reward function returned {name} = {found}, must be "
                                  f"a list of {len(response.tokens)} numbers, one for each response token (and an "
                                  f"episode must be one sequence, this one has {len(s.sequences)})")
@@ -174,9 +185,10 @@ class Rollout:
 
     def _check_unwritten(self, *others: "Rollout") -> None:
         """Raises ValueError if a script wrote fields of its own into `batch`, which `cat` and the like make anew."""
-        for batch in (vars(rollout).get("batch") for rollout in (self, *others)):
-            if batch is not None and (batch.extra or batch.response_extra):
-                own = [*batch.extra, *batch.response_extra]
+        for rollout in (self, *others):
+            batch = vars(rollout).get("batch")  # made at its first use
+            own = [*batch.extra, *batch.response_extra] if batch is not None else []
+            if own:
                 raise ValueError(f"Rollout.cat, select and take would lose the fields {own} of rollout.batch: write "
                                  f"them afterwards")
 
@@ -268,16 +280,20 @@ def scatter_fields(minibatches: list[Minibatch], advantages: Tensor | None = Non
     With `advantage`, `advantages` [S] are those of all responses. Raises ValueError if one that was left out has an
     advantage there."""
     microbatches = list(chain(*minibatches))
+    sizes = [len(microbatch.tokens) for microbatch in microbatches]
     for name, whole in values.items():
-        for microbatch, share in zip(microbatches, whole.split([len(b.tokens) for b in microbatches])):
+        for microbatch, share in zip(microbatches, whole.split(sizes)):
             setattr(microbatch, name, share.to(microbatch.tokens.device))
-    for minibatch in minibatches if advantages is not None else []:
-        if minibatch.num_left_out:  # else `advantages` may be of other units than responses
-            lost = ((minibatch.left_out_lengths > 0) & (advantages != 0)).nonzero()[:, 0]
-            if len(lost):
-                raise ValueError(f"response {int(lost[0])} was left out of the update, as its advantage was 0 when it "
-                                 f"was scored, and now has the advantage {advantages[lost[0]]:.4g}: give "
-                                 f"skip_zero_advantage=False to run.to_minibatches")
+    if advantages is None:
+        return
+    for minibatch in minibatches:
+        if not minibatch.num_left_out:  # then `advantages` may be of other units than responses
+            continue
+        lost = ((minibatch.left_out_lengths > 0) & (advantages != 0)).nonzero()[:, 0]
+        if len(lost):
+            raise ValueError(f"response {int(lost[0])} was left out of the update, as its advantage was 0 when it was "
+                             f"scored, and now has the advantage {advantages[lost[0]]:.4g}: give "
+                             f"skip_zero_advantage=False to run.to_minibatches")
 
 
 def sum_per_response(batch: Batch, x: Tensor, num_responses: int) -> Tensor:

@@ -80,7 +80,7 @@ def group_max(x: Tensor, group: Tensor) -> Tensor:
 
 def group_log_mean_exp(x: Tensor, group: Tensor) -> Tensor:
     """[S] -> [S]: for each response log(mean(exp(x))) over its group, also where exp(x) would be infinite or 0."""
-    top = group_max(x, group)
+    top = group_max(x, group)                               # so that no exponential is above 1
     return top + group_mean((x - top).exp(), group).log()
 
 
@@ -94,8 +94,11 @@ def group_win_rate(x: Tensor, group: Tensor) -> Tensor:
 
 def best_and_worst(rewards: Tensor, group: Tensor) -> Tensor:
     """Numbers of chosen, rejected, chosen, ... [2 P]: from each group with two different rewards. NaN: no reward."""
-    members = [m[rewards[m].isfinite()] for m in group.argsort(stable=True).split(group.bincount().tolist())]
-    pairs = [(m[rewards[m].argmax()], m[rewards[m].argmin()]) for m in members if len(rewards[m].unique()) > 1]
+    pairs = []
+    for members in group.argsort(stable=True).split(group.bincount().tolist()):
+        scored = members[rewards[members].isfinite()]
+        if len(rewards[scored].unique()) > 1:
+            pairs.append((scored[rewards[scored].argmax()], scored[rewards[scored].argmin()]))
     return torch.tensor(pairs, dtype=torch.int64).flatten()
 
 
@@ -104,7 +107,8 @@ def group_lead(x: Tensor, group: Tensor) -> Tensor:
     x = x.nan_to_num(nan=-torch.inf)
     is_best = x == group_max(x, group)
     lead = x - group_max(x.where(~is_best, -torch.inf), group)
-    return lead.where(is_best & lead.isfinite() & (group_sum(is_best.to(x.dtype), group) == 1), 0)
+    is_alone = group_sum(is_best.to(x.dtype), group) == 1
+    return lead.where(is_best & lead.isfinite() & is_alone, 0)
 
 
 def is_constant(x: Tensor, group: Tensor) -> Tensor:

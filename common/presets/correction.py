@@ -1,7 +1,7 @@
 """The flags of the engine correction, verl's presets of them, and what is refused of both."""
 
 import math
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 TOKEN, SEQUENCE, BYPASS = {"weights": "token"}, {"weights": "sequence"}, {"bypass": True}
@@ -72,7 +72,7 @@ class CorrectionConfig:
     bypass: bool | None = None
     """True: engine log-probs are the old ones: the loss's ratio is p / p_rollout, weights are of the current policy."""
 
-    covers_cut_sampling: bool = field(default=False, init=False)
+    covers_cut_sampling = False
     """No flag: `resolve_correction` finds out whether the loss is multiplied by p_trainer / p_engine, by weights or by
     a ratio of its own, as sampling with top-p or top-k needs."""
 
