@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Self
 
 from torch import Tensor
 
@@ -31,7 +31,7 @@ from common.rollouts.scoring import PendingRollout, RemoteRollout, RolloutReques
 from common.rollouts.validation import evaluate, spread_rows
 from common.tracking.phase import Phase
 from common.tracking.step import rollout_metrics
-from common.training import TrainArgs, Training
+from common.training import BEGIN, START, TrainArgs, Training
 from rewards.runtime.pool import RewardConfig
 
 
@@ -58,7 +58,11 @@ class RunArgs(TrainArgs):
 
 
 class Run(Training):
-    """One run of a script that samples, from `with Run(args) as run:` to the end of that block."""
+    """One run of a script that samples, from `with Run(args, ...) as run:` to the end of that block."""
+
+    scoring: Annotated[Scoring, BEGIN]
+    recorder: Annotated[Recorder, BEGIN]
+    engine: Annotated[Engine, START]
 
     def __init__(self, args: RunArgs, prompts_per_step: int, correction: CorrectionConfig):
         """`correction`: from `resolve_correction`."""

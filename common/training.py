@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import numpy as np
 import torch
-from transformers import set_seed
+from transformers import PretrainedConfig, set_seed
 
 from common.checkpoint.choice import first_day
 from common.checkpoint.effect import check_effect
@@ -81,23 +81,40 @@ class TrainArgs:
     log: LogConfig = field(default_factory=LogConfig)
 
 
+# the calls that make the attributes of a run, for the error of whoever reads one before
 BEGIN = "with Run(args, ...) as run: (with Training(args) as run: in scripts that do not sample)"
-LOAD, STEPS = 'run.load_policy("policy", args.model, args.optim)', "for step in run.steps():"
-CALL_FIRST = {
-    **dict.fromkeys(("watchdog", "world", "hf_config", "tokenizer", "scoring", "recorder"), BEGIN),
-    **dict.fromkeys(("train_set", "val_set", "sampler", "total_steps"), f"{BEGIN}, or run.load_data(...)"),
-    **dict.fromkeys(("plan", "max_tokens", "engine"), "run.start_engine(max_tokens) or run.plan_memory(max_tokens)"),
-    **dict.fromkeys(("hf_files", "checkpoints", "tracker", "first_step", "metrics", "is_validated"), "run.resume()"),
-    **dict.fromkeys(("timer", "meter", "step", "updated_microbatches"), STEPS),
-    "policy": LOAD,
-}
-"""Each attribute of a run -> the call that makes it. Whoever reads it before gets this call in the error."""
+LOAD_DATA = f"{BEGIN}, or run.load_data(...)"
+START = "run.start_engine(max_tokens) or run.plan_memory(max_tokens)"
+LOAD = 'run.load_policy("policy", args.model, args.optim)'
+RESUME = "run.resume()"
+STEPS = "for step in run.steps():"
 
 
 class Training(Models):
-    """One training, from `with Training(args) as run:` to the end of that block. CALL_FIRST has the attributes that
-    begin to exist later than the object."""
+    """One training, from `with Training(args) as run:` to the end of that block. An `Annotated` attribute begins to
+    exist with the call that its annotation names."""
 
+    watchdog: Annotated[Watchdog, BEGIN]
+    world: Annotated[ranks.World, BEGIN]
+    hf_config: Annotated[PretrainedConfig, BEGIN]
+    tokenizer: Annotated[Any, BEGIN]
+    train_set: Annotated[Any, LOAD_DATA]  # what the script's `load` returned
+    val_set: Annotated[Any, LOAD_DATA]  # None without --val-data
+    sampler: Annotated[PromptSampler, LOAD_DATA]
+    total_steps: Annotated[int, LOAD_DATA]
+    plan: Annotated[MemoryPlan, START]
+    max_tokens: Annotated[int, START]  # of a micro-batch
+    policy: Annotated[Any, LOAD]  # the model of that name
+    hf_files: Annotated[Any, RESUME]
+    checkpoints: Annotated[Checkpoints, RESUME]
+    tracker: Annotated[Tracker, RESUME]
+    first_step: Annotated[int, RESUME]
+    is_validated: Annotated[bool, RESUME]
+    metrics: Annotated[dict[str, float], RESUME]  # of a step, beside the meter's
+    timer: Annotated[Timer, STEPS]
+    meter: Annotated[Meter, STEPS]
+    step: Annotated[int, STEPS]
+    updated_microbatches: Annotated[int, STEPS]  # that the policy's updates ran over, each pass counted
     max_sequence_length: int  # most tokens of a prompt and its response; scripts that do not sample set it
     engine_bytes = 0  # of a GPU: the engine's own, which torch counts as the trainer's, also while the engine sleeps
 
@@ -109,11 +126,15 @@ class Training(Models):
         """What the script adds to a checkpoint beside models and optimizers, plain JSON. `resume` brings it back."""
         self.is_finished = True  # the step that was begun last
 
-    def __getattr__(self, name: str) -> Any:
-        """Only called for what does not exist (yet)."""
-        if name in CALL_FIRST:
-            raise RuntimeError(f"run.{name} does not exist yet: call {CALL_FIRST[name]} first")
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+    if not TYPE_CHECKING:  # mypy shall see a name that is misspelt
+
+        def __getattr__(self, name: str) -> Any:
+            """Only called for what does not exist (yet)."""
+            for kind in type(self).__mro__:
+                made_by = getattr(vars(kind).get("__annotations__", {}).get(name), "__metadata__", None)
+                if made_by:
+                    raise RuntimeError(f"run.{name} does not exist yet: call {made_by[0]} first")
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def __enter__(self) -> Self:
         """Join the ranks, check the flags, take the run folder."""
@@ -203,7 +224,7 @@ class Training(Models):
         self.closing.callback(self.tracker.close)
         self.closing.callback(self.checkpoints.wait)
         self.first_step = state.get("step", 0)
-        self.metrics: dict[str, float] = state.get("not_validated", {})  # of a step, beside the meter's
+        self.metrics = state.get("not_validated", {})
         self.is_validated = bool(state) and not self.metrics
         self.timer = Timer(self.watchdog.phase)
         if state:
@@ -227,7 +248,7 @@ class Training(Models):
             self.meter = Meter()
             self.metrics = {}
             self.is_finished = False
-            self.updated_microbatches = 0  # that the policy's updates ran over, each pass counted
+            self.updated_microbatches = 0
             yield step
             if not self.is_finished:
                 raise RuntimeError(f"step {step + 1} was neither logged nor saved: call run.finish(...) (in "
