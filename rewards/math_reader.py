@@ -45,6 +45,9 @@ class Undecided(Exception):
     """The text cannot be read whole, or nothing here can decide about it."""
 
 
+AGAIN_S = 0.1
+
+
 class TooCostly(Exception):
     """A number is too large to be computed, or the time is up."""
 
@@ -197,7 +200,8 @@ def limited_time(seconds: float) -> Iterator[None]:
         raise TooCostly(f"more than {seconds:g} s")
 
     before = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    # again and again: what is raised inside of a finalizer, or where sympy expects errors, is lost
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, AGAIN_S)
     try:
         yield
     finally:

@@ -140,6 +140,22 @@ def test_simplifying_ends_after_its_time(monkeypatch):
     assert (found["score"], found["too_costly"]) == (0.0, 1.0)
 
 
+def test_a_lost_end_of_the_time_comes_again():
+    """As in a finalizer, where Python drops what is raised."""
+    from rewards.math_reader import TooCostly, limited_time
+
+    lost = []
+    with pytest.raises(TooCostly), limited_time(0.05):
+        try:
+            while True:
+                pass
+        except TooCostly as error:
+            lost.append(error)
+        while True:
+            pass
+    assert len(lost) == 1
+
+
 def test_a_time_bomb_does_not_escape_its_score():
     """In the pool, with its deadline: no sample is lost."""
     with RewardPool(num_workers=1, timeout_s=30) as pool:
