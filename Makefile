@@ -3,7 +3,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: help setup setup-gpu model data quickstart try learn seeds adapters reward-model agent chaos bench lint test
+.PHONY: help setup setup-gpu model data quickstart try learn seeds adapters reward-model agent chaos bench lint test test-all
 include tools/environment.mk
 
 MODEL := models/SmolLM2-135M-Instruct
@@ -51,9 +51,9 @@ bench: model data ## all of tests/bench into tests/evidence/bench.jsonl (1 hour)
 	.venv/bin/python -m tests.bench $(BENCHES)
 lint: setup ## ruff
 	@.venv/bin/ruff check .
-test: model data ## all tests on the real model, then lint; SCRIPT=mine.py FLAGS="--its-flags" tests that script; ARGS="-k packing" picks some
+test test-all: model data ## tests on the real model, then lint (test-all: also the sweeps of CI); SCRIPT=mine.py FLAGS="--its-flags" tests that script; ARGS="-k packing" picks some
 	@tools/setup.sh extras
 	export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} SCRIPT=$(SCRIPT) SCRIPT_FLAGS='$(FLAGS)'
 	.venv/bin/python -m pytest $(if $(filter grpo.py,$(SCRIPT)),-n $${JOBS:-2} --dist loadfile --no-loadscope-reorder,\
-		tests/scripts/test_any_script.py) $(ARGS)
+		tests/scripts/test_any_script.py) $(if $(filter test-all,$@),-m "not slow") $(ARGS)
 	.venv/bin/ruff check .

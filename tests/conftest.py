@@ -60,7 +60,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for reason, files in sorted(skipped.items(), key=lambda item: -len(item[1])):
         terminalreporter.write_line(f"{len(files):4}  {reason}  ({', '.join(sorted(set(files)))})")
     if slow := len(stats.get("deselected", [])):
-        terminalreporter.write_line(f"{slow:4}  not selected by -m or -k (slow tests: make test ARGS=\"-m slow\")")
+        terminalreporter.write_line(f"{slow:4}  not selected by -m or -k (make test-all runs the sweeps, "
+                                      f"make test ARGS=\"-m slow\" the slow tests)")
     if NO_BROWSER in skipped:
         terminalreporter.write_line(f"THE REPORT'S PAGE WAS NOT TESTED: {NO_BROWSER}", red=True, bold=True)
 

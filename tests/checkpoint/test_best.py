@@ -233,6 +233,7 @@ def test_a_runs_best_step_is_kept_and_listed(whole):
     assert f"the checkpoint with the highest {GREEDY} is kept" in whole.with_name("log").read_text()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("fault", "code"), [
     ("optimizer:7:0:kill", -signal.SIGKILL), ("prune:1:0:kill", -signal.SIGKILL),
     ("rollout:112:0:term", 128 + signal.SIGTERM),

@@ -2,10 +2,13 @@
 
 import signal
 
+import pytest
+
 from tests.checkpoint.chaos import Chaos, main
 from tests.checkpoint.faulty import LIKE_TORCHRUN, server
 
 
+@pytest.mark.sweep
 def test_a_run_that_is_killed_at_random_instants_ends_as_if_it_had_not_been(capsys):
     main(Chaos(kills=2, two_rank_kills=0, seed=5))
     out = capsys.readouterr().out

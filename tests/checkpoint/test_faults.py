@@ -337,6 +337,7 @@ def test_a_failed_ranks_traceback_is_last(flags, tmp_path):
     note("a rank fails", f"torchrun ends both; the last lines are that rank's traceback ... {lines[-1]}")
 
 
+@pytest.mark.sweep
 def test_a_hang_shows_all_stacks(flags, tmp_path):
     """Rank 1 hangs before the update of the first step, rank 0 waits for it: both say where. The one that leaves second
     may then see a closed connection before its own time is over, and end with 1."""
@@ -410,6 +411,7 @@ def test_a_phase_without_end_is_reported():
     assert 'File "<string>", line 9, in <module>' in stderr
 
 
+@pytest.mark.sweep
 def test_a_suspended_process_does_not_hang():
     """Stopped for longer than a phase may take, as Slurm does to make room: the phase goes on afterwards."""
     process = program(timeout_s=4)
@@ -458,6 +460,7 @@ def test_a_rank_that_waits_for_others_ends_with_its_launcher(flags, tmp_path):
     note("kill -9 of torchrun before all ranks are there", (tmp_path / "log").read_text().splitlines()[-1])
 
 
+@pytest.mark.sweep
 def test_ranks_end_with_their_launcher(flags, tmp_path):
     """kill -9 of torchrun itself must not leave ranks that write into the run folder of its successor."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1",

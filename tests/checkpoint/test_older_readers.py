@@ -93,6 +93,7 @@ def export_of(folder, out, dtype: str = "bfloat16", template_file: str = "") -> 
     return json.loads((out / "config.json").read_bytes())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("family", PUBLISHED)
 def test_old_keys_stand_beside_the_new_ones(family, published, tmp_path):
     """Those of the folder; and where that has the new ones alone, those that follow from them."""

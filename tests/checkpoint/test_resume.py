@@ -214,6 +214,7 @@ def test_two_ranks_do_what_one_does_and_continue_exactly(flags, start, in_one_go
     assert_same_run(again, whole)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("script", "more"), [
     ("ppo.py", ["--kl-reward-coef", "0.1", "--kl-controller", "adaptive", "--kl-target", "0.001"]),
     ("dapo.py", ["--keep-surplus", "--max-gen-batches", "4", "--overlong-buffer", "2", "--rollout.lockstep",
@@ -249,6 +250,7 @@ EPISODES = ["--rollout.episode", f"{FILE}:long_talk", "--rollout.lockstep", "--r
             "--rollout.max-response-length", "150"]
 
 
+@pytest.mark.sweep
 @pytest.mark.engine
 @pytest.mark.parametrize(("ranks", "script", "more", "faults"), [
     (1, "grpo.py", EPISODES, ["episode:70:0:kill", "episode:50:0:term"]),
@@ -324,6 +326,7 @@ def test_a_checkpoint_is_exported_without_its_run(in_one_go, tmp_path):
         assert (tmp_path / "out" / name).read_bytes() == (in_one_go / "model" / name).read_bytes(), name
 
 
+@pytest.mark.sweep
 def test_a_run_goes_on_after_midnight(tiny_llama, tmp_path):
     """Its chat template writes the date, and the prompts that it trains on stay those of the first day. Another run
     that starts from its checkpoint has them, too. (Time zones 47 hours apart stand for two days.)"""

@@ -21,6 +21,7 @@ def report(rank: int) -> str:
     return rf"\[rank {rank}\] in phase 'work of {rank}' at \w+ \w+ +\d+ [\d:]+ \d+"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("case", "like_torchrun"), [("killed", False), ("stopped", False), ("killed", True)])
 def test_a_rank_that_dies_or_stands_still_is_named_with_its_phase(case, like_torchrun, tmp_path):
     """Also under torchrun, which at once asks the others to end: their silence would not tell who was first."""
@@ -41,6 +42,7 @@ def test_a_rank_that_fails_is_named_with_its_error(tmp_path):
     assert "[rank 1] another rank ended, in phase 'work of 1'. Its last report: rank 0: another rank ended" in said
 
 
+@pytest.mark.sweep
 def test_a_rank_that_ends_before_its_first_round_is_named(tmp_path):
     """As one that lacks the model's folder."""
     codes, said = ranks_that("ends at once", tmp_path)
@@ -49,6 +51,7 @@ def test_a_rank_that_ends_before_its_first_round_is_named(tmp_path):
     assert f"[rank 0] {of_last}" in said, said
 
 
+@pytest.mark.sweep
 def test_of_two_ranks_the_first_to_end_is_named(tmp_path):
     """Rank 1 fails because rank 2 was killed: it waits for it in a collective."""
     codes, said = ranks_that("waited for", tmp_path)
@@ -66,6 +69,7 @@ def test_the_end_of_the_rank_with_the_store_is_noticed(tmp_path):
     assert "Traceback" not in said
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("case", ["busy", "imports", "suspended", "stopped, no limit", "late"])
 def test_ranks_that_are_not_silent_are_left_alone(case, tmp_path):
     """Busy in one call or in Python for longer than a rank may be silent; in a setup, with Python's lock, while others

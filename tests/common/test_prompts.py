@@ -198,6 +198,7 @@ def test_any_prompt_by_its_number_over_many_batches(tmp_path):
             prompts[outside]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
 def test_a_large_file_is_streamed(tmp_path, suffix):
     """60 MB of text in one row group: neither Python nor Arrow holds more than a part of it at any moment."""

@@ -16,7 +16,7 @@ from tests.conftest import launch
 from tests.cuda.fake_cuda import WHY_NOT
 from tests.cuda.step_worker import RESPONSES
 
-pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+pytestmark = [pytest.mark.sweep, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
 SIZES = {"vocab_size": 53, "hidden_size": 64, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64, "initializer_range": 0.2,
          "pad_token_id": 0}

@@ -12,7 +12,7 @@ from tests.cuda.launches import DEPTHS, SITE, count, layer_and_rest, of_depth
 from tests.cuda.memory import Case
 from tests.cuda.shapes import MODELS
 
-pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+pytestmark = [pytest.mark.sweep, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
 
 LENGTH, RESPONSES = 512, 8
 CASE = Case(MODELS["Qwen3-0.6B"] | {"vocab_size": 4096}, 8, LENGTH * RESPONSES, LENGTH // 4, 3 * LENGTH // 4,

@@ -10,7 +10,7 @@ from tests.cuda.fake_cuda import WHY_NOT
 from tests.cuda.memory import PHASES, Case, Peak, simulate
 from tests.cuda.test_memory_plan import MIXTURE, UNTIED, plan_of
 
-pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+pytestmark = [pytest.mark.sweep, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
 
 
 def case(model: dict, gpus: int, sequence_parallel: int, copies: int, recomputes: bool = False,

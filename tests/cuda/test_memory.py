@@ -14,7 +14,7 @@ from tests.cuda.fake_cuda import WHY_NOT
 from tests.cuda.memory import PHASES, Case, Peak, peaks_of, simulate
 from tests.cuda.shapes import dense, mixture
 
-pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+pytestmark = [pytest.mark.sweep, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
 
 MODELS = {
     "dense": dense("Llama", 256, 1024, 2, 8, 4, 1024),

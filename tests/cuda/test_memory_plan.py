@@ -9,7 +9,7 @@ from tests.cuda.fake_cuda import WHY_NOT
 from tests.cuda.memory import Case, Peak, plan_of, simulate
 from tests.cuda.shapes import MODELS, dense, mixture
 
-pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+pytestmark = [pytest.mark.sweep, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
 
 KEEP, RECOMPUTE = ModelConfig(gradient_checkpointing=False), ModelConfig(gradient_checkpointing=True)
 FLOAT32 = ModelConfig(gradient_checkpointing=True, compute_dtype="float32")

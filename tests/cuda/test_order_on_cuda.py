@@ -13,7 +13,7 @@ from tests.conftest import launch
 from tests.cuda.fake_cuda import WHY_NOT
 from tests.cuda.order_worker import BATCH, KINDS
 
-pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+pytestmark = [pytest.mark.sweep, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
 
 
 @pytest.fixture(scope="module")

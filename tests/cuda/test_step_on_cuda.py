@@ -15,7 +15,7 @@ from tests.conftest import launch
 from tests.cuda.fake_cuda import WHY_NOT
 from tests.cuda.step_worker import REFUSED, RESPONSES
 
-pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+pytestmark = [pytest.mark.sweep, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
 
 
 @pytest.fixture(scope="module")

@@ -291,6 +291,7 @@ def assertion(out, exp, atol):
 """
 
 
+@pytest.mark.sweep
 def test_humaneval_plus_and_mbpp_plus(tmp_path, monkeypatch):
     """The reward runs the tests: a right program scores 1, a wrong one 0."""
     check = """def check(candidate):
@@ -337,6 +338,7 @@ STDIN = cases_of("stdin", ("2 3\n", "5\n"))
 ALL_CASES = {"max_cases": 1000, "continuous": False, "timeout_s": 30, "total_s": 300}
 
 
+@pytest.mark.sweep
 def test_livecodebench(tmp_path, monkeypatch, capsys):
     """The reward runs all cases: a right program scores 1, and one that is wrong in the last hidden case 0."""
     hidden = cases_of("stdin", *((f"{n} 1\n", f"{n + 1}\n") for n in range(11)))

@@ -124,6 +124,7 @@ def test_the_trainer_finds_the_log_probs_that_the_engine_had(run, policy, tokeni
     assert difference.max() < 2e-5 and int(batch.mask.sum()) > 50
 
 
+@pytest.mark.sweep
 def test_a_program(run, tokenizer, monkeypatch):
     """A command line of its own; previous_response_id and a stream: one conversation. Another row's program fails, and
     what it wrote to stderr is in the log."""
@@ -143,6 +144,7 @@ def test_a_program_may_print_line_ends_of_unicode(monkeypatch):
         asyncio.run(module.run_program([sys.executable, "-c", ""], {}))
 
 
+@pytest.mark.sweep
 def test_programs_that_rows_name(run, tokenizer, monkeypatch, caplog, tmp_path):
     good = tmp_path / "good.py"
     good.write_text(
@@ -169,6 +171,7 @@ def test_programs_that_rows_name(run, tokenizer, monkeypatch, caplog, tmp_path):
             assert sample.score == sum(sample.response.mask) == len(sample.response.tokens) >= 1
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("agent", "message"), [
     ("", "names no agent"), ("no_such_program x", "there is no program no_such_program"),
     ("missing.py:solve", "does not exist"), ("AGENTS/sdk_agent.py:other", "no function other"),
@@ -182,6 +185,7 @@ def test_mistakes_in_the_variable(run, tokenizer, monkeypatch, tmp_path, agent, 
     assert str(caught.value).startswith("--rollout.episode envs/openai_agent.py")
 
 
+@pytest.mark.sweep
 def test_the_variables_are_the_agents_alone(run, tokenizer, monkeypatch, tmp_path):
     """A plain def in a thread, with the address and the token of its own episode; the trainer keeps its variables."""
     (tmp_path / "spy.py").write_text(
@@ -201,6 +205,7 @@ def test_the_variables_are_the_agents_alone(run, tokenizer, monkeypatch, tmp_pat
     assert {(extra["proxy"], extra["more"]) for extra in extras} == {("example.org,127.0.0.1", "False")}
 
 
+@pytest.mark.sweep
 def test_the_same_in_every_way_of_saying_it(run, tokenizer, monkeypatch, tmp_path):
     """One conversation over the three APIs, each with its client or by hand: the model's tokens are the same."""
     (tmp_path / "ways.py").write_text(Path(__file__).with_name("ways_of_saying_it.py").read_text())

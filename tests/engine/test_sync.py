@@ -47,6 +47,7 @@ EVERY = [(family, tied) for family in NUM_IN_LAYERS for tied in (True, False) if
 SOME = [("llama", False), ("qwen2", True), ("qwen3", False), ("gemma", True), ("qwen3_moe", True), ("glm4_moe", False)]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("family", "tied"), EVERY if os.environ.get("ENGINE_FAMILIES") == "all" else SOME)
 def test_vllm_follows_every_family_and_comes_back(family, tied, world, tmp_path):
     seen = round_trip(make_model(family, tied, tmp_path), world)

@@ -152,6 +152,7 @@ CALL = "client.chat.completions.create(model='policy', messages=[{'role': 'user'
 SOLVE = f"def solve(row):\n    {CALL}\n    return 1.0\n"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("line", [
     "client = OpenAI(base_url='THERE/v1', api_key='own')",
     "client = AsyncOpenAI(base_url='THERE/v1')",
@@ -169,6 +170,7 @@ def test_clients_of_other_servers_are_refused_before_they_ask(outside, monkeypat
     assert outside.num_connections == 0
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("line", "said"), [
     ("client = OpenAI(base_url='THERE/v1')", "AGENT_OUTSIDE=127.0.0.1 allows it"),
     ("openai.base_url = 'THERE/v1/'; client = openai", "AGENT_OUTSIDE=127.0.0.1 allows it"),
@@ -183,6 +185,7 @@ def test_an_episode_asks_no_other_server(outside, monkeypatch, tmp_path, line, s
     assert said in ended["text"] and outside.num_connections == 0
 
 
+@pytest.mark.sweep
 def test_a_judge_of_the_agents_own(monkeypatch, tmp_path):
     """AGENT_OUTSIDE and the variables' former values lead to it; beside it the model is asked."""
     monkeypatch.setenv("AGENT", folder_of(tmp_path, IMPORTS + f'''
@@ -234,6 +237,7 @@ def solve(row):
     assert good[0]["extra"]["endpoint/truncated"] == 0.0
 
 
+@pytest.mark.sweep
 def test_variables_that_the_file_sets_for_itself_stay(outside, monkeypatch, tmp_path):
     """And the endpoint's are the episode's alone: another environment of the same run reads the user's."""
     agent = "import os\nos.environ['AGENTS_OWN'] = 'x'\ndef solve(row): ...\n"

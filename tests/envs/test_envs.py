@@ -201,6 +201,7 @@ def test_code_feedback_scores_what_the_reward_function_scores(tmp_path):
     assert message["score"] == score == 1.0 and not said
 
 
+@pytest.mark.sweep
 def test_code_feedback_says_where_the_time_of_all_tests_did_not_last(tmp_path):
     """It is no time-out of the test, which has had less than its own time. Of 10 s the first test leaves at most 9.8 to
     the second, which sleeps longer."""
@@ -214,6 +215,7 @@ def test_code_feedback_says_where_the_time_of_all_tests_did_not_last(tmp_path):
         Player("envs/code_feedback.py", timeout_s=5.0)
 
 
+@pytest.mark.sweep
 def test_no_more_programs_run_at_the_same_time_than_there_are_cpus(tmp_path, monkeypatch):
     """Each would get less than its time. As many processes of torchrun share the CPUs here that each has one place; an
     episode that waits for it for longer than --rollout.tool-timeout-s is none that hangs."""

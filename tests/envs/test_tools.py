@@ -201,6 +201,7 @@ def test_a_tool_has_places_and_is_called_again(tmp_path, monkeypatch):
     assert depths[-1] == 1 and max(depths[-8:]) <= 3
 
 
+@pytest.mark.sweep
 def test_no_clock_of_a_tool_runs_while_the_model_writes():
     """Afterwards it goes on: a tool that then takes too long ends, and its episode does not."""
     with Player(FILE + ":with_sub_agents", timeout_s=2.0, writing_s=1.8) as player:
@@ -211,6 +212,7 @@ def test_no_clock_of_a_tool_runs_while_the_model_writes():
     assert [message["num_tool_errors"] for message, _ in found] == [0, 1]
 
 
+@pytest.mark.sweep
 def test_waiting_does_not_count_against_the_time_of_a_tool():
     """Neither before a call is made again nor for a place: a tool that got it late has all of its time, and then ends
     alone, without its episode."""

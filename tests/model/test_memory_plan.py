@@ -175,6 +175,7 @@ OTHER_MODELS = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("length", "config", "limit"), [
     (64, {}, 64), (95, {}, 95), (256, {"rope_parameters": LONG_ROPE}, 64), (96, {}, None),
     (256, {"sliding_window": 16}, None), (96, {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4,

@@ -129,6 +129,7 @@ def test_every_group_has_the_time_limit(monkeypatch):
     assert limits == [limit] * 5
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("end", "code"), [
     ("ranks.shutdown()", 0), ("sys.exit(2)", 2), ("sys.exit(143)", 143), ("1 / 0", 1), ("", 0),
 ])

@@ -64,6 +64,7 @@ def server():
         thread.join()
 
 
+@pytest.mark.sweep
 @needs_isolation
 def test_a_remote_sandbox_gives_the_same_scores(server):
     for response, truth in ((ADD, SUMS), ("print(3)", SUMS), ("```python\ndef f(a, b): return [*a, b]\n```", CALL),

@@ -37,6 +37,7 @@ def runs(tiny_llama, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_script_trains_on_episodes(runs, script):
     first, *steps = metrics_of(runs / script)

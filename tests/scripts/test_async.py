@@ -113,6 +113,7 @@ def names(rank: int | str) -> str:
     return rf"\[rank \d\] another rank ended, in phase '[^']+'. Its last report: (rank 0: .*)?{report}"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("fault", ["rollout:130:1:kill", "optimizer:6:0:kill"])
 def test_the_end_of_one_side_ends_the_other_and_loses_nothing(fault, flags, in_one_go, tmp_path):
     """kill -9 while a sampler samples; while a trainer makes an optimizer step."""
@@ -125,6 +126,7 @@ def test_the_end_of_one_side_ends_the_other_and_loses_nothing(fault, flags, in_o
     assert_same_run(tmp_path, in_one_go, TOTAL)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("fault", "codes"), [("rollout:60:2:kill", [1, 1, -9]), ("reward:2:1:raise", [1, 1, 1])])
 def test_a_sampler_that_ends_without_torchrun_ends_the_run_which_names_it(fault, codes, flags, in_one_go, tmp_path):
     """Of two samplers, whose reports alone end the other ranks. The next start continues exactly."""
@@ -140,6 +142,7 @@ def test_a_sampler_that_ends_without_torchrun_ends_the_run_which_names_it(fault,
         assert ours["rollout/staleness"] == theirs["rollout/staleness"]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("fault", ["rollout:100:1:usr1", "forward:16:0:usr1"])
 def test_a_signal_to_either_side_stops_both_and_the_run_continues_exactly(fault, flags, in_one_go, tmp_path):
     """While a sampler samples: the step is finished. Before the first optimizer step of a step: that is given up. At

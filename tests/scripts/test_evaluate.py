@@ -138,6 +138,7 @@ def test_lost_responses_and_an_earlier_versions_files_have_a_reward(runs, tmp_pa
     assert evaluation.own_columns(lost, False)["counted_reward"] == 0
 
 
+@pytest.mark.sweep
 def test_reward_models_and_episodes_are_those_of_a_run(flags, tiny_llama, tmp_path):
     """Scores that are no float32 numbers, alone and added to a function's; conversations of three turns."""
     model = make_reward_model(tiny_llama, str(tmp_path / "reward_model"))
@@ -336,6 +337,7 @@ def test_evaluations_of_an_earlier_version(runs, tmp_path):
 
 # --------------------------------------------------------------------------- models
 
+@pytest.mark.sweep
 def test_adapters_give_the_numbers_of_the_run_that_trained_them(flags, runs, tmp_path):
     """Exported in peft's format, then merged by evaluate.py."""
     launch("-m", "tools.checkpoints", "export", runs / "one/lora", tmp_path / "adapter", "--adapter")
@@ -604,6 +606,7 @@ def test_the_table(capsys):
     assert lines[1:] == [f"  {name:12} 0.7500   [0.2500, 1.0000]" for name in ("greedy", "mean@2", "pass@2")]
 
 
+@pytest.mark.sweep
 @pytest.mark.engine
 def test_vllm_gives_the_numbers_of_a_runs_validation(flags, tmp_path, tmp_path_factory):
     """One process each, as users run them."""

@@ -62,6 +62,7 @@ def said(tmp_path_factory, smollm):
     return dict(zip(EARLY, answers(commands), strict=True))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("what", EARLY)
 def test_a_mistyped_command_gets_one_line_before_torch_is_imported(what, said):
     text, code, heavy = said[what]

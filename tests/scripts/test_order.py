@@ -8,6 +8,8 @@ import pytest
 from tests.conftest import launch
 from tools import try_script
 
+pytestmark = pytest.mark.sweep
+
 LOOP = """
 with Run(args, 2, correction) as run:
     engine, max_tokens = run.start_engine()

@@ -217,6 +217,7 @@ def test_it_is_a_reward_model_and_a_critic(tiny_llama, small_train, runs, tmp_pa
     assert zero["critic/values/mean"] == 0 != row["critic/values/mean"]        # without it, values begin at 0
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["one/whole", "two/ranks", "one/bf16", "one/lora"])
 def test_a_checkpoint_becomes_the_model_that_the_run_wrote(name, runs, tmp_path):
     """That of the last step, to the last bit, types and other files included; and transformers reads it."""

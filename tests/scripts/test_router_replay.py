@@ -27,6 +27,7 @@ def mixture(tmp_path_factory, smollm) -> str:
     return str(folder)
 
 
+@pytest.mark.sweep
 def test_replay_holds_the_experts_of_later_updates(mixture, small_train, tmp_path):
     """The first update moves the weights, and routers would choose otherwise in the second one, whose ratios are others
     with and without replay. Where it leaves the weights as they are, the experts are the same, and all ratios are 1."""

@@ -332,6 +332,7 @@ def test_the_phases_of_a_step_add_up(runs):
     assert ["timing_s/save_checkpoint" in row for row in runs[1]["ppo kl"]] == [False, True, True]
 
 
+@pytest.mark.sweep
 def test_the_seconds_of_sampling_are_those_of_the_slowest_engine(tiny_llama, small_train, tmp_path):
     """The second of two ranks takes 0.1 s a token; it has two blocks of six tokens in a step."""
     flags = ["--model", tiny_llama, "--train-data", small_train, *BASE, "--run-dir", str(tmp_path)]

@@ -74,6 +74,7 @@ def submit(script: str, environment: dict[str, str], log, *arguments) -> subproc
                                 stdout=file, stderr=file, stdin=subprocess.DEVNULL)
 
 
+@pytest.mark.sweep
 def test_two_nodes_are_stopped_requeued_and_continue(cluster, flags, tmp_path):  # noqa: F811
     """USR1 to the batch script, as `--signal=B:USR1@120` sends it, in the third of many steps; then Slurm starts the
     job again, which makes one step more."""

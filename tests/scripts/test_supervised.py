@@ -283,6 +283,7 @@ def test_the_reference_is_scored_on_all_rows_of_a_run_that_changes_its_steps(pai
     assert found == pytest.approx([math.log(2)] * 5, rel=1e-6)
 
 
+@pytest.mark.sweep
 def test_adapters_continue_on_their_own_base_alone(pairs, tiny_llama, tmp_path):
     """Other weights in the folder that --model names are refused, also where another run starts from the checkpoint; a
     copy of the folder elsewhere is the same base. An export, too, merges adapters with no other base."""
@@ -360,6 +361,7 @@ def test_a_term_of_the_log_prob_alone_has_its_gradient(pairs, runs, tmp_path, ti
     assert metrics_of(runs / "one/dpo_whole")[1]["actor/grad_norm"] != pytest.approx(float(norm), rel=0.1)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("script", "line", "other", "failing"), [
     ("sft.py", "(loss * weight).sum()", "loss.sum() / microbatch.mask.sum()", {"1-more0", "2-more1"}),
     ("dpo.py", "(run.world.size * loss.sum())", "loss.sum()", {"2-more1"}),

@@ -88,6 +88,7 @@ def test_each_prompt_is_played(folder, tiny_llama):
     assert re.findall(r"^row (\d), episode \d$", done.stdout, re.MULTILINE) == [*"012"], done.stderr
 
 
+@pytest.mark.sweep
 def test_a_tokenizer_whose_code_comes_with_it_runs_if_it_is_trusted(folder, tiny_llama, tmp_path):
     own = shutil.copytree(tiny_llama, tmp_path / "own")
     (own / "own.py").write_text("from transformers import PreTrainedTokenizerFast\n\n\n"

@@ -125,6 +125,7 @@ def base64_of(picture: Image.Image) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
+@pytest.mark.sweep
 def test_another_conversation_has_pictures_of_its_own(engine, play, model, tmp_path):
     """Prompts of equal tokens and other pictures are not shared, and the row's pictures are in its own alone."""
     data = load(model, tmp_path)
@@ -137,6 +138,7 @@ def test_another_conversation_has_pictures_of_its_own(engine, play, model, tmp_p
         assert (of_engine - of_trainer).abs().max() < TOLERANCE
 
 
+@pytest.mark.sweep
 def test_what_is_no_picture_ends_an_episode_or_is_told(play, model, engine, tmp_path):
     """Not the run, and never in silence."""
     if "qwen2_5" not in model or engine.config.engine == "vllm":
