@@ -75,7 +75,7 @@ def validation_metrics(samples: list[Sample], greedy: bool) -> dict[str, float]:
     maj@N is the acc of the most frequent "pred" of the reward dicts, ties shared; samples without a score or a "pred"
     have no vote, a prompt without votes counts 0.
     """
-    mine = [scored(sample) for sample in samples]
+    mine = [*map(scored, samples)]
     rows = [*chain(*all_gather_objects(mine))]
     return metrics_of_all(rows, greedy)
 
@@ -127,7 +127,10 @@ def groups_by_source(rows: list[Value]) -> dict[str, list[list[tuple[float, str 
     for source, group, value, vote in sorted(rows, key=lambda row: row[:3]):
         groups = found.setdefault(source, {})
         groups.setdefault(group, []).append((value, vote))
-    return {source: [*groups.values()] for source, groups in found.items()}
+    groups_of = {}
+    for source, groups in found.items():
+        groups_of[source] = [*groups.values()]
+    return groups_of
 
 
 def values_of(groups: list[list[tuple[float, str | None]]]) -> np.ndarray:
