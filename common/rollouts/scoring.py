@@ -18,7 +18,8 @@ from common.metrics import Meter
 from common.model.reward_model import RewardModel, RewardModelConfig
 from common.parallel.ranks import all_max, all_names, all_sum, seed_of
 from common.rollout import Rollout, Sample, gather_rollout
-from common.rollouts.episodes import Episodes, measure_episodes
+from common.rollouts.episode_metrics import measure_episodes
+from common.rollouts.episodes import Episodes
 from common.rollouts.trial import try_function
 from envs.runtime.response import Response
 from envs.stored import pack, unpack
