@@ -135,7 +135,7 @@ class Episodes:
                 "messages": prompt.messages,
                 "tokens_left": sampling.max_response_length,
             })
-        messages = prompt.messages
+        messages = [*prompt.messages]                           # which the conversation appends to
         if files:
             place = self.template.place
             messages = [m | {"content": m["content"].replace("<image>", place)} for m in messages]
