@@ -1,11 +1,23 @@
-"""Which checkpoint a run starts from (--save.resume)."""
+"""Which checkpoint a run starts from (--save.resume), and whether it fits the run."""
 
 import os
+import re
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 from common.checkpoint.files import check_files, checkpoints_in, find, read_manifest
+from common.checkpoint.secrets import differences
 from common.parallel.ranks import World, all_names, on_main, together
+
+NOT_COMPARED = {"dtype", "torch_dtype", "transformers_version", "_name_or_path", "architectures", "use_cache"}
+"""Entries of a model's config that may differ between a checkpoint and the run that continues from it."""
+MAY_CHANGE = re.compile(
+    "--(save|log|offload|policy.(gradient|share|replicas|sequence)|run-dir|model |"
+    "reward.(num-workers|concurrency|timeout)|data|train-data|val-data|eval|total-|max-tokens-per-gpu|samplers|"
+    "rollout.(max-num-seqs|tp|gpu-memory|kv-cache|enforce|val-top|max-probe|extra))"
+)
+"""Flags that change where and how fast a run computes, how long it goes on and what it reports, but not its steps."""
 
 
 def choose(root: Path, how: str, world: World) -> Path | None:
@@ -65,3 +77,34 @@ def candidates(root: Path, how: str) -> list[Path]:
         raise ValueError(f"--run-dir {root.parent} has checkpoints ({own[0].name}), which a later start would "
                          f"continue: with --save.resume {how}, choose another --run-dir or remove them")
     return [] if how == "none" else [find(how)]
+
+
+def check_fits(folder: Path, manifest: dict[str, Any], now: dict[str, Any], is_own: bool,
+               allow_changes: bool) -> list[str]:
+    """What differs between a checkpoint and the run, in words. `now`: the run's entries of a manifest; `is_own`: the
+    checkpoint is of this run; `allow_changes`: --save.allow-changes. Raises ValueError for another model and, unless
+    changes are allowed, for other weights that no checkpoint holds and for this run with other flags."""
+    wrong = []
+    for text in differences(manifest.get("model", {}), now["model"]):
+        if text.split()[0] not in NOT_COMPARED:
+            wrong.append(text)
+    if wrong:
+        raise ValueError(f"{folder} does not fit this run: {'; '.join(wrong[:4])}{' ...' if wrong[4:] else ''}: "
+                         "choose another --run-dir or --save.resume")
+    changed = differences(manifest["flags"], now["flags"])
+    algorithm = [text for text in changed if not MAY_CHANGE.match(text)]
+    if algorithm and is_own and not allow_changes:
+        raise ValueError(f"{folder.parent.parent} was trained with other flags: {'; '.join(algorithm)}: give "
+                         "the old ones, or another --run-dir, or set --save.allow-changes")
+    before = manifest.get("outside", {})
+    others = []
+    for name, checksum in sorted(now["outside"].items()):
+        # a run that starts from another one's checkpoint may have other frozen models, but adapters have one base
+        is_compared = is_own or name in now["model"]["trained parts"]
+        if is_compared and before.get(name, checksum) != checksum:
+            others.append(name)
+    if others and not allow_changes:
+        raise ValueError(f"{folder} does not hold the weights of {', '.join(others)}, and those that are loaded "
+                         "now are not those that it was trained with: put them back, give another --run-dir, or "
+                         "set --save.allow-changes")
+    return changed + [f"the weights of {name}" for name in others]

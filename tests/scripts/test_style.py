@@ -207,7 +207,7 @@ def test_a_flag_that_nobody_reads_is_found():
     unread = ["common/model/optimizers.py OptimConfig.warmup_steps"]
     assert Flags(SOURCES | {"common/optim.py": source}).unread() == unread
     sources = {file: text.replace("args.save.dtype", "0") for file, text in SOURCES.items()}
-    assert Flags(sources).unread() == ["common/checkpoint/manager.py SaveConfig.dtype"]
+    assert Flags(sources).unread() == ["common/checkpoint/config.py SaveConfig.dtype"]
     pool = "rewards/runtime/pool.py"
     source = SOURCES[pool].replace("max_error_frac: float = 0.5):", "other: float = 0.5):")
     assert Flags(SOURCES | {pool: source}).unread() == [f"{pool} RewardConfig.max_error_frac"]
