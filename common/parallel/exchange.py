@@ -2,7 +2,7 @@
 
 import pickle
 from collections import ChainMap
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,6 +11,14 @@ from torch import Tensor
 
 from common.batch import Batch, offsets
 from common.parallel.ranks import all_gather_objects, all_max, all_sum
+
+
+class Field(NamedTuple):
+    """What a field of a batch looks like."""
+
+    dtype: torch.dtype
+    shape: torch.Size  # of its entry for a token or a response
+    per: str  # "token" or "response"
 
 
 def exchange(batch: Batch, destination: np.ndarray | Tensor) -> Batch:
@@ -22,9 +30,14 @@ def exchange(batch: Batch, destination: np.ndarray | Tensor) -> Batch:
     destination = torch.as_tensor(destination, dtype=torch.int64)
     sizes_out = torch.bincount(destination, batch.lengths, dist.get_world_size()).long()        # tokens to each rank
     batch = batch.select(destination.argsort())
-    fields = {name: (x.dtype, x.shape[1:], per) for name, (x, per) in batch.present().items()}
-    fields_of_ranks = all_gather_objects((fields, len(batch)))
-    fields = max((of_rank for of_rank, _ in fields_of_ranks), key=len)          # an empty batch may lack some
+    mine = {}
+    for name, (values, per) in batch.present().items():
+        mine[name] = Field(values.dtype, values.shape[1:], per)
+    fields_of_ranks = all_gather_objects((mine, len(batch)))
+    fields: dict[str, Field] = {}
+    for of_rank, _ in fields_of_ranks:
+        if len(of_rank) > len(fields):                                  # an empty batch may lack some
+            fields = of_rank
     for rank, (of_rank, num_sequences) in enumerate(fields_of_ranks):
         if num_sequences and [*of_rank] != [*fields]:
             raise ValueError(f"rank {rank} brings the fields {', '.join(of_rank)}, another rank {', '.join(fields)}: "
@@ -35,18 +48,18 @@ def exchange(batch: Batch, destination: np.ndarray | Tensor) -> Batch:
     for values, per in batch.present().values():
         of_tokens = values if per == "token" else values[batch.sequence_ids]                # [T, ...]
         columns.append(of_tokens[:, None].flatten(1).view(torch.uint8))
-    widths = [dtype.itemsize * shape.numel() for dtype, shape, _ in fields.values()]
+    widths = [field.dtype.itemsize * field.shape.numel() for field in fields.values()]
     sent = torch.cat(columns, dim=1).view(-1, sum(widths))
     received, _ = all_to_all(sent, sizes_out)                                               # [T', bytes]
 
     arrived: dict[str, Tensor] = {}                                                         # [T', ...] each
     parts = received.split(widths, dim=1)
-    for (name, (dtype, shape, _)), part in zip(fields.items(), parts):
-        arrived[name] = part.clone().flatten().view(dtype).view(-1, *shape)
+    for (name, field), part in zip(fields.items(), parts):
+        arrived[name] = part.clone().flatten().view(field.dtype).view(-1, *field.shape)
     _, lengths = arrived["number"].unique_consecutive(return_counts=True)
     cu_seqlens = offsets(lengths)
-    for name, (_, _, per) in fields.items():
-        if per == "response":                                           # each of its tokens brought a copy
+    for name, field in fields.items():
+        if field.per == "response":                                           # each of its tokens brought a copy
             arrived[name] = arrived[name][cu_seqlens[:-1]]
     return Batch.of_fields(arrived, cu_seqlens).sort()
 
@@ -71,7 +84,9 @@ def routing_of(lengths: list[int], told: list[Tensor | None]) -> Tensor | None:
     for of_sequence, experts in zip(whole.split(lengths), told):
         if experts is not None:
             of_sequence[: len(experts)] = experts
-    return whole if all(shape) else None
+    if not all(shape):
+        return None
+    return whole
 
 
 def deliver(mine: dict[int, Any], wanted: list[int]) -> dict[int, Any]:
