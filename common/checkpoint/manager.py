@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import zlib
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,9 @@ class Checkpoints:
         self.flags = flags_of(args)
         self.model = json.loads(files["config.json"]) | {"trained parts": sorted(parts), "checkpoint format": FILE}
         if self.flags.get("--lora.rank"):                       # adapters belong to one model
-            self.model |= {name: value for name, value in self.flags.items() if name.startswith("--lora.")}
+            for name, value in self.flags.items():
+                if name.startswith("--lora."):
+                    self.model[name] = value
             self.model["--model"] = Path(self.flags["--model"]).name
         folders = {}
         for name, model in models.items():
@@ -131,7 +134,9 @@ class Checkpoints:
         held = {name: value for name, value in self.state.get("script", {}).items() if value}
         if not held or made_by == self.flags["script"]:
             return
-        counts = [f"{len(value)} {name}" if isinstance(value, list) else name for name, value in held.items()]
+        counts = []
+        for name, value in held.items():
+            counts.append(f"{len(value)} {name}" if isinstance(value, list) else name)
         print_on_main(self.world, f"dropped what only {made_by} can use of the checkpoint: {', '.join(counts)}")
         self.state["script"] = {}                               # it would be used, long after, when that script resumes
 
@@ -142,7 +147,7 @@ class Checkpoints:
         best = self._better(results)
         if best and self.starts_from_own:
             self.best = best
-            together(lambda: self.world.is_main and self._keep(best), OSError)
+            self._on_main(lambda: self._keep(best))
 
     def after_step(self, state: dict[str, Any], results: dict[str, float] | None = None) -> None:
         """A step is finished and its metrics are logged. `state`: what the script needs to go on after it, JSON with
@@ -159,7 +164,8 @@ class Checkpoints:
             self._save()
             self.wait()
             raise
-        self.best = best or self.best
+        if best:
+            self.best = best
         is_last = state["step"] == state["total_steps"]
         is_due = bool(self.config.every) and state["step"] % self.config.every == 0
         if is_last or is_due or best:
@@ -197,6 +203,15 @@ class Checkpoints:
         if self.writing is not None:
             self.writing.result()
 
+    def _on_main(self, work: Callable[[], None], group: dist.ProcessGroup | None = None) -> None:
+        """Rank 0 does this. If it raises OSError, every rank raises it."""
+
+        def work_of_rank() -> None:
+            if self.world.is_main:
+                work()
+
+        together(work_of_rank, OSError, group)
+
     def _better(self, results: dict[str, float] | None) -> dict[str, Any]:
         """The last finished step as {step, metric, value} if its validation ranks it above all before; else {}. Every
         rank has the same results, and so the same answer. Raises ValueError if the first validation has no metric of
@@ -218,13 +233,16 @@ class Checkpoints:
 
     def _resume_best(self, best: dict[str, Any]) -> None:
         """Takes over the best step that the checkpoint knows, as long as its own checkpoint is on disk."""
-        if not (self.config.keep_best and self.starts_from_own):
+        if not self.config.keep_best or not self.starts_from_own:
             best = {}
-        if best and not on_main(self.world, lambda: bool(read_checkpoint(self._folder(best["step"])))):
-            print_on_main(self.world, f"{self._folder(best['step'])}, which was the best checkpoint, is gone")
-            best = {}
+        if best:
+            folder = self._folder(best["step"])
+            is_there = on_main(self.world, lambda: bool(read_checkpoint(folder)))
+            if not is_there:
+                print_on_main(self.world, f"{folder}, which was the best checkpoint, is gone")
+                best = {}
         self.best = best
-        together(lambda: self.world.is_main and write_best(self.root.parent, best), OSError)
+        self._on_main(lambda: write_best(self.root.parent, best))
 
     def _keep(self, best: dict[str, Any]) -> None:
         """Names the best checkpoint, then deletes all but this one and the newest, so that a kill loses neither."""
@@ -271,7 +289,7 @@ class Checkpoints:
                 "outside": self.outside,
                 "files": files,
             }
-            together(lambda: self.world.is_main and self._publish(partial, final, manifest), OSError, self.group)
+            self._on_main(lambda: self._publish(partial, final, manifest), self.group)
         except Exception as error:                              # of any rank; a full disk's can be a SafetensorError
             if self.world.is_main:
                 shutil.rmtree(partial, ignore_errors=True)
