@@ -65,7 +65,9 @@ def with_response(messages: list[dict[str, Any]], text: str) -> list[dict[str, A
 
 def parse_messages(prompt: Any, column: str, role: str = "user") -> list[dict[str, str]]:
     """The chat messages of a prompt, which may be one message of `role` as a string."""
-    messages = [{"role": role, "content": prompt}] if isinstance(prompt, str) else prompt
+    messages = prompt
+    if isinstance(prompt, str):
+        messages = [{"role": role, "content": prompt}]
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise ValueError(f"{column} is {prompt!r:.80}; it must name a column of strings or lists of {{role, content}}")
     messages = [without_absent_keys(message) for message in messages]       # templates ask whether a key is there
@@ -75,9 +77,13 @@ def parse_messages(prompt: Any, column: str, role: str = "user") -> list[dict[st
             messages[number] = {"content": ""} | message
     for message in messages:
         check_message(message, column)
-    if not messages or not (messages[-1]["content"].strip() or messages[-1].get("tool_calls")):
+    if not messages or is_empty(messages[-1]):
         raise ValueError(f"{column} is empty; there must be at least one message, and text in the last")
     return messages
+
+
+def is_empty(message: dict[str, Any]) -> bool:
+    return not message["content"].strip() and not message.get("tool_calls")
 
 
 def without_absent_keys(value: dict[str, Any]) -> dict[str, Any]:
@@ -102,7 +108,7 @@ def is_call(call: Any) -> bool:
     """Whether this is a call in OpenAI's form, {"function": {name, arguments}}, or such a function alone."""
     if not isinstance(call, dict):
         return False
-    function = call.get("function", call)
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        return False
-    return isinstance(object_of(function.get("arguments")), dict)
+    match call.get("function", call):
+        case {"name": str(), **others}:
+            return isinstance(object_of(others.get("arguments")), dict)
+    return False

@@ -21,9 +21,15 @@ def find_files(entries: Sequence[str], flag: str = "data file") -> list[str]:
         raise ValueError("no data files given; name parquet or JSON lines files, folders or globs")
     files: list[str] = []
     for entry in entries:
-        pattern = glob.escape(entry) if os.path.exists(entry) else entry
-        names = glob.glob(f"{pattern}/**" if os.path.isdir(entry) else pattern, recursive=True)
-        found = sorted(name for name in names if name.endswith(SUFFIXES) and os.path.isfile(name))
+        pattern = entry
+        if os.path.exists(entry):                       # its name is no pattern, whatever is in it
+            pattern = glob.escape(entry)
+        if os.path.isdir(entry):
+            pattern += "/**"
+        found = []
+        for name in sorted(glob.glob(pattern, recursive=True)):
+            if name.endswith(SUFFIXES) and os.path.isfile(name):
+                found.append(name)
         if not found:
             raise ValueError(f"{flag} {entry} must be a {'/'.join(SUFFIXES)} file that exists, or a folder or glob "
                              f"that has some; data/from_table.py converts CSV")
@@ -43,7 +49,9 @@ def read_rows(file: str, names: Collection[str]) -> Iterator[bytes | pa.StructSc
             return
         with pq.ParquetFile(file, buffer_size=2**20, pre_buffer=False) as parquet:  # the defaults hold it in memory
             there = parquet.schema_arrow.names
-            found = [name for name in there if name in names] if names else there
+            found = there
+            if names:
+                found = [name for name in there if name in names]
             if not found:
                 raise ValueError(f"{file} has none of the columns {', '.join(filter(None, names))}; it has "
                                  f"{', '.join(there)}: give names, e.g. --data.prompt-column NAME")
