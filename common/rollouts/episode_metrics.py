@@ -40,21 +40,26 @@ def measure_episodes(meter: Meter, samples: Sequence[Sample], config: RolloutCon
     for reason in END_REASONS:
         has_reason = [end_reason == reason for end_reason in end_reasons]
         meter.mean(f"episode/{reason}_frac", numbers(has_reason))
-    for name in environments(config.episode):
+    of_environment: dict[str, list[Sample]] = {name: [] for name in environments(config.episode)}
+    for sample in samples:
+        name = environment_of(sample.prompt, config.episode)
+        of_environment[name].append(sample)
+    for name, mine in of_environment.items():
         if name:                                                # the only one has no name
-            mine = [sample for sample in samples if environment_of(sample.prompt, config.episode) == name]
             measure_environment(meter, name, mine)
 
 
 def measure_environment(meter: Meter, name: str, samples: Sequence[Sample]) -> None:
     """The same of the episodes in one of several environments."""
-    scores = numbers([sample.score for sample in samples])
+    scores: list[float] = []
     num_turns: list[float] = []
     has_failed: list[float] = []
     for sample in samples:
+        scores.append(sample.score)
         num_turns.append(sample.response.num_turns)
         has_failed.append(sample.response.end_reason in ("timeout", "error"))
-    meter.mean(f"episode/{name}/score", scores, scores.isfinite())
+    values = numbers(scores)
+    meter.mean(f"episode/{name}/score", values, values.isfinite())
     meter.mean(f"episode/{name}/num_turns", numbers(num_turns))
     meter.mean(f"episode/{name}/error_frac", numbers(has_failed))
 
