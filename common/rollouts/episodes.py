@@ -74,7 +74,7 @@ class Episodes:
         self.asked = {}
         if keep:
             for number, episode in running.items():
-                self.keep(keys[number], number, episode)
+                self.keep_episode(keys[number], number, episode)
         if self.processes is not None:
             self.processes.end_all(with_strays=not self.kept)  # which may belong to those that go on
 
@@ -106,7 +106,7 @@ class Episodes:
             running[number].replies(conversation)[-1].extend(part, part.finish_reason)
             self.take_reply(number, running[number], conversation)
 
-    def keep(self, key: Hashable, number: int, episode: Episode) -> None:
+    def keep_episode(self, key: Hashable, number: int, episode: Episode) -> None:
         """Keep an unfinished episode, and its process, for the next rollout."""
         self.kept[key] = episode
         episode.process = None
