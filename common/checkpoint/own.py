@@ -30,8 +30,12 @@ def check_replaceable(out: Path, reads_all: bool = True) -> None:
         if os.path.lexists(beside) and not is_marked(beside):
             raise ValueError(f"{beside} is in the way, and has no {MARK}: move it away, or delete it if an earlier "
                              f"version of this project left it there")
-    if out.is_symlink() or (out.exists() and not out.is_dir()):
-        kind = "symbolic link" if out.is_symlink() else "file"
+    kind = ""
+    if out.is_symlink():
+        kind = "symbolic link"
+    elif out.exists() and not out.is_dir():
+        kind = "file"
+    if kind:
         raise ValueError(f"{out} is a {kind}, which would be replaced: move it away, or name another folder")
     wrong = not_as_written(out, reads_all)
     if wrong:

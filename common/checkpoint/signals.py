@@ -157,8 +157,9 @@ class Watchdog:
 
     def _end(self, why: str, code: int) -> None:
         if code == HANG_EXIT_CODE:
-            stacks = ["".join(traceback.format_stack(frame)) for frame in sys._current_frames().values()]
-            why += "; all Python stacks:\n" + "\n".join(stacks)
+            why += "; all Python stacks:"
+            for frame in sys._current_frames().values():
+                why += "\n" + "".join(traceback.format_stack(frame))
         print(f"[rank {self.rank}] {why}\n", end="", file=sys.stderr, flush=True)  # one write: reports do not mix
         if code == HANG_EXIT_CODE:
             time.sleep(min(30.0, self.timeout_s))  # so that each rank shows its stacks before one leaves
