@@ -34,11 +34,11 @@ def choose(root: Path, how: str, world: World) -> Path | None:
         damaged[folder] = what
     if not damaged:
         return None
-    all_damage = "; ".join(f"{folder} is damaged: {what}" for folder, what in damaged.items())
+    damage = [f"{folder} is damaged: {what}" for folder, what in damaged.items()]
     other = "--save.resume"
     if folder.parent == root:
         other = "--run-dir, or move its checkpoints away to start anew"
-    raise ValueError(f"{all_damage}: choose another {other}")
+    raise ValueError(f"{'; '.join(damage)}: choose another {other}")
 
 
 def set_aside(damaged: dict[Path, str]) -> None:
@@ -57,9 +57,8 @@ def first_day(root: Path, how: str) -> str:
     of `choose`. Chat templates may write it, and prompts are the same after midnight."""
     for folder in candidates(root, how):
         manifest = read_manifest(folder)
-        day = manifest["state"].get("day") if manifest else None
-        if day:
-            return day
+        if manifest and manifest["state"].get("day"):
+            return manifest["state"]["day"]
     return date.today().isoformat()
 
 
@@ -69,8 +68,9 @@ def candidates(root: Path, how: str) -> list[Path]:
         own = checkpoints_in(root)[::-1]
     except OSError as error:
         raise ValueError(f"--run-dir {root.parent}: its checkpoints cannot be read: {error}") from None
-    restarts = [os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")]
-    is_restart = restarts != ["0", "0"]
+    by_torchrun = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    by_slurm = os.environ.get("SLURM_RESTART_COUNT", "0")
+    is_restart = by_torchrun != "0" or by_slurm != "0"
     if how == "auto" or (own and is_restart):
         return own
     if own:

@@ -45,7 +45,7 @@ def notes(args: Any, sizes: tuple[int, int], train_set: Any, val_set: Any) -> It
 
 def shared_rows(train_set: Any, val_set: Any) -> Iterator[str]:
     """Whether the validation shows rows that the training shows, too."""
-    trained = {os.path.realpath(file) for file in train_set.loaded.files}
+    trained = {*map(os.path.realpath, train_set.loaded.files)}
     shared = [file for file in val_set.loaded.files if os.path.realpath(file) in trained]
     if shared:
         yield f"{len(shared)} files of --val-data are also in --train-data: {', '.join(shared[:3])}"
