@@ -164,8 +164,7 @@ class Checkpoints:
             self._save()
             self.wait()
             raise
-        if best:
-            self.best = best
+        self.best = best or self.best
         is_last = state["step"] == state["total_steps"]
         is_due = bool(self.config.every) and state["step"] % self.config.every == 0
         if is_last or is_due or best:

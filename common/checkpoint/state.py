@@ -68,11 +68,9 @@ def save_shards(tensors: dict[str, Tensor], folder: Path, rank: int) -> None:
     entries = {}
     shards = {}
     for number, (name, tensor) in enumerate(tensors.items()):
-        entries[name] = {
-            "shape": list(tensor.shape),
-            "dtype": str(tensor.dtype).removeprefix("torch."),
-            "start": [own.start for own in shard_slice(tensor)],
-        }
+        start = [own.start for own in shard_slice(tensor)]
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        entries[name] = {"shape": list(tensor.shape), "dtype": dtype, "start": start}
         if stores(number, tensor):
             shards[name] = local(tensor).contiguous()
     folder.mkdir(parents=True, exist_ok=True)
