@@ -19,9 +19,7 @@ def better(step: int, results: dict[str, float], metric: str, best: dict[str, An
         is_better = value < best.get("value", math.inf)                 # False for NaN
     else:
         is_better = value > best.get("value", -math.inf)
-    if not is_better:
-        return {}
-    return {"step": step, "metric": metric, "value": value}
+    return {"step": step, "metric": metric, "value": value} if is_better else {}
 
 
 def is_loss(metric: str) -> bool:

@@ -236,8 +236,7 @@ class Checkpoints:
             best = {}
         if best:
             folder = self._folder(best["step"])
-            is_there = on_main(self.world, lambda: bool(read_checkpoint(folder)))
-            if not is_there:
+            if not on_main(self.world, lambda: bool(read_checkpoint(folder))):
                 print_on_main(self.world, f"{folder}, which was the best checkpoint, is gone")
                 best = {}
         self.best = best
