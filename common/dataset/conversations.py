@@ -121,7 +121,9 @@ def load_conversations(files: Sequence[str], tokenizer, stops: list[int], config
         parsed = parser.parse(row, tokenizer, template)
         # in plain texts the end token of an answer is not the row's own
         end = tokenizer.eos_token or ""
-        texts = [text.removesuffix(end) if is_answer else text for text, is_answer in chain(*parsed)]
+        texts = []
+        for text, is_answer in chain(*parsed):
+            texts.append(text.removesuffix(end) if is_answer else text)
         loaded.note_special("\n".join(texts), tokenizer, is_plain=template is None)
         encoded: list[Encoded] = []
         for pieces in parsed:
@@ -137,7 +139,10 @@ def load_conversations(files: Sequence[str], tokenizer, stops: list[int], config
                 return []
             encoded = shortened
             loaded.num_truncated += 1
-        return [{"tokens": tokens, "mask": mask, "margin": row.get("margin")} for tokens, mask in encoded]
+        rows = []
+        for tokens, mask in encoded:
+            rows.append({"tokens": tokens, "mask": mask, "margin": row.get("margin")})
+        return rows
 
     form = RowFormat(config, ("--data.max-length", config.max_length), SCHEMA, parser.columns, encode_row)
     return ConversationSet(*load_rows(files, form), parser.per_row)
@@ -148,9 +153,10 @@ def truncated(encoded: list[Encoded], length: int) -> list[Encoded] | None:
     found: list[Encoded] = []
     for tokens, mask in encoded:
         found.append((tokens[:length], mask[:length]))
-    has_answers = all(any(mask) for _, mask in found)
+        if not any(mask[:length]):
+            return None
     are_same = found[1:] == found[:1]
-    return found if has_answers and not are_same else None
+    return None if are_same else found
 
 
 def without_padding(tokens: list[int], mask: list[bool], padding: int) -> Encoded:
@@ -223,7 +229,9 @@ def check_turns(prompt: list[dict[str, Any]], answer: list[dict[str, Any]]) -> N
 def parse_pair(row: dict[str, Any]) -> list[list[dict[str, Any]]]:
     """The chosen and the rejected conversation of a preference row, each with the messages of its `prompt`. Raises
     ValueError for a bad row."""
-    prompt = [] if row.get("prompt") is None else parse_messages(row["prompt"], "prompt")
+    prompt: list[dict[str, Any]] = []
+    if row.get("prompt") is not None:
+        prompt = parse_messages(row["prompt"], "prompt")
     chosen = parse_messages(row.get("chosen"), "chosen", "assistant")
     rejected = parse_messages(row.get("rejected"), "rejected", "assistant")
     check_turns(prompt, chosen)

@@ -35,11 +35,15 @@ class Loaded:
     def note_special(self, text: str, tokenizer: Any, is_plain: bool) -> None:
         """Count a row whose text spells special tokens. In the text of a chat template they are guarded."""
         special = special_tokens(tokenizer)
-        found = set(special.pattern.findall(text)) if is_plain else special.spelled(text)
+        if is_plain:
+            found = set(special.pattern.findall(text))
+            how = "which are read as such"
+        else:
+            found = special.spelled(text)
+            how = "which are text there"
         if found:
             self.num_special += 1
             self.special |= found
-            how = "which are read as such" if is_plain else "which are text there"
             self.about_special = f"; {self.num_special} spell special tokens ({' '.join(sorted(self.special))}), {how}"
 
     def write_skipped(self, path: str | Path) -> None:
