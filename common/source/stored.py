@@ -36,7 +36,8 @@ class Experts:
         above = 0                                       # rows of the parts before
         for matrices in self.parts:
             part = slice(max(rows.start - above, 0), max(rows.stop - above, 0))
-            found.append(torch.stack([matrix[part, columns] for matrix in matrices[experts]]))
+            taken = [matrix[part, columns] for matrix in matrices[experts]]
+            found.append(torch.stack(taken))
             above += len(matrices[0])
         return torch.cat(found, 1)
 
@@ -107,11 +108,15 @@ def _named_as_in(model: PreTrainedModel, stored: dict[str, Tensor]) -> dict[str,
     """Like `from_pretrained`: the tensors of a published model, named and joined as in `model`. Tensors that are joined
     or cut in another way than experts (in one family with full attention, hrm_text) are read now."""
     transforms = get_model_conversion_mapping(model)
-    renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
+    renamings: list[WeightRenaming] = []
+    converters: list[WeightConverter] = []
     converter_of: dict[str, WeightConverter] = {}       # by each pattern of names that it joins
-    for converter in converters:
-        converter_of |= dict.fromkeys(converter.source_patterns, converter)
+    for entry in transforms:
+        if isinstance(entry, WeightRenaming):
+            renamings.append(entry)
+        elif isinstance(entry, WeightConverter):
+            converters.append(entry)
+            converter_of |= dict.fromkeys(entry.source_patterns, entry)
     wanted = model.state_dict()
     prefix = model.base_model_prefix
     found = {}
