@@ -24,7 +24,8 @@ class Offload:
 
     def __init__(self, config: OffloadConfig, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]):
         """`models`: all that live on the GPU, frozen ones too. On CPUs it works and gains nothing."""
-        self.params = OffloadedTensors(partial(weights_of, models if config.params else []))
+        offloaded = models if config.params else []
+        self.params = OffloadedTensors(partial(weights_of, offloaded))
         self.moments: list[OffloadedTensors] = []
         if config.optimizer:
             for optimizer in optimizers:

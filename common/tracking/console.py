@@ -77,9 +77,14 @@ def summary(run_dir: Path) -> str:
     lines = ["validation, before -> after"] if validated else []
     for name, values in sorted(validated.items()):
         lines.append(f"  {name.removeprefix('val-core/')}  {values[0]:.3f} -> {values[-1]:.3f}")
-    steps = [row for row in rows if "timing_s/step" in row]
-    seconds = sum(row["timing_s/step"] for row in steps)
-    peaks = [row.get("perf/max_memory_reserved_gb", row["perf/cpu_memory_peak_gb"]) for row in steps]   # of GPU, CPU
-    lines.append(f"{len(steps)} steps in {seconds:.0f} s, peak memory of a rank {max(peaks, default=0.0):.1f} GiB")
+    num_steps = 0
+    seconds = 0.0
+    peak_gb = 0.0                                                       # of the GPU, without one of the host
+    for row in rows:
+        if "timing_s/step" in row:
+            num_steps += 1
+            seconds += row["timing_s/step"]
+            peak_gb = max(peak_gb, row.get("perf/max_memory_reserved_gb", row["perf/cpu_memory_peak_gb"]))
+    lines.append(f"{num_steps} steps in {seconds:.0f} s, peak memory of a rank {peak_gb:.1f} GiB")
     lines.append(f"run folder {run_dir.resolve().as_uri()}, report: python -m tools.report {run_dir}")
     return "\n".join(lines)
