@@ -48,7 +48,8 @@ def parse_row(row: dict[str, Any], config: DataConfig) -> Prompt:
     else:
         column = config.reward_model_column
         truth = row.get("reward_model")
-    if not isinstance(truth, dict) or truth.get("ground_truth") is None:
+    has_truth = isinstance(truth, dict) and truth.get("ground_truth") is not None
+    if not has_truth:
         raise ValueError(f"{column} is {truth!r:.80}; it must have a ground_truth (--data.ground-truth-column)")
     extra_info = row.get("extra_info")
     if not isinstance(extra_info, dict | None):
@@ -70,24 +71,25 @@ def parse_messages(prompt: Any, column: str, role: str = "user") -> list[dict[st
         messages = [{"role": role, "content": prompt}]
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise ValueError(f"{column} is {prompt!r:.80}; it must name a column of strings or lists of {{role, content}}")
-    messages = [without_absent_keys(message) for message in messages]       # templates ask whether a key is there
-    for number, message in enumerate(messages):
-        if message.get("tool_calls"):
-            # a message of calls alone has no content in OpenAI's form, and templates add texts to it
-            messages[number] = {"content": ""} | message
-    for message in messages:
+    found = [given_keys(message) for message in messages]
+    for message in found:
         check_message(message, column)
-    if not messages or is_empty(messages[-1]):
+    if not found or is_empty(found[-1]):
         raise ValueError(f"{column} is empty; there must be at least one message, and text in the last")
-    return messages
+    return found
+
+
+def given_keys(message: dict[str, Any]) -> dict[str, Any]:
+    """The message as templates need it: they ask whether a key is there, and a key without a value is not."""
+    found = {key: value for key, value in message.items() if value is not None}
+    if found.get("tool_calls"):
+        # a message of calls alone has no content in OpenAI's form, and templates add texts to it
+        found = {"content": ""} | found
+    return found
 
 
 def is_empty(message: dict[str, Any]) -> bool:
     return not message["content"].strip() and not message.get("tool_calls")
-
-
-def without_absent_keys(value: dict[str, Any]) -> dict[str, Any]:
-    return {key: inner for key, inner in value.items() if inner is not None}
 
 
 def check_message(message: dict[str, Any], column: str) -> None:
