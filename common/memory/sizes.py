@@ -89,7 +89,7 @@ class Model:
     def _count_moments(self, model: nn.Module, shards: dict[nn.Parameter, int], kind: str,
                        expert_parallel: int) -> None:
         """Bytes of the optimizer: of its moments, and what a step takes beside them at most."""
-        self.moment_bytes = 0.0
+        self.moment_bytes: float = 0
         self.step_bytes = 0
         for name, p in model.named_parameters():
             if not p.requires_grad:
