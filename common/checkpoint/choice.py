@@ -81,9 +81,10 @@ def candidates(root: Path, how: str) -> list[Path]:
 
 def check_fits(folder: Path, manifest: dict[str, Any], now: dict[str, Any], is_own: bool,
                allow_changes: bool) -> list[str]:
-    """What differs between a checkpoint and the run, in words. `now`: the run's entries of a manifest; `is_own`: the
-    checkpoint is of this run; `allow_changes`: --save.allow-changes. Raises ValueError for another model and, unless
-    changes are allowed, for other weights that no checkpoint holds and for this run with other flags."""
+    """What differs between a checkpoint and the run, in words. `now`: the run's entries of a manifest;
+    `is_own`: the checkpoint is of this run; `allow_changes`: --save.allow-changes. Raises ValueError for
+    another model and, unless changes are allowed, for other weights that no checkpoint holds and for this run
+    with other flags."""
     wrong = []
     for text in differences(manifest.get("model", {}), now["model"]):
         if text.split()[0] not in NOT_COMPARED:
@@ -99,7 +100,7 @@ def check_fits(folder: Path, manifest: dict[str, Any], now: dict[str, Any], is_o
     before = manifest.get("outside", {})
     others = []
     for name, checksum in sorted(now["outside"].items()):
-        # a run that starts from another one's checkpoint may have other frozen models, but adapters have one base
+        # a run that starts from another one's checkpoint may have other frozen models; adapters have one base
         is_compared = is_own or name in now["model"]["trained parts"]
         if is_compared and before.get(name, checksum) != checksum:
             others.append(name)

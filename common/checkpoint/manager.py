@@ -85,7 +85,7 @@ class Checkpoints:
         # The state after the last finished step.
         self.state: dict[str, Any] = {"step": 0}
         self.of_rank: list[bytes] = []                          # what belongs into it on this rank alone
-        self.script = (0, 0.0)                                  # what ranks compare of the script's own part of it
+        self.script = (0, 0.0)                               # what ranks compare of the script's own part of it
         self.dirty = False                                      # True once an optimizer step was made since then
         # The saves. The threads that write have a process group of their own.
         self.saved_step = 0
@@ -138,7 +138,7 @@ class Checkpoints:
         for name, value in held.items():
             counts.append(f"{len(value)} {name}" if isinstance(value, list) else name)
         print_on_main(self.world, f"dropped what only {made_by} can use of the checkpoint: {', '.join(counts)}")
-        self.state["script"] = {}                               # it would be used, long after, when that script resumes
+        self.state["script"] = {}                       # it would be used, long after, when that script resumes
 
     def after_validation(self, results: dict[str, float]) -> None:
         """The state that this run starts from is validated. If that is a step that a stop signal kept from its

@@ -119,8 +119,8 @@ class Watchdog:
                 self._end(f"phase {phase!r} takes longer than --save.timeout-s {self.timeout_s:g}", HANG_EXIT_CODE)
             heard = self.heard                                  # the reporter replaces it
             if heard and not self.leaving.is_set():
-                # the cause comes first: of two that were heard of at the same time, the one that said nothing at its
-                # end
+                # the cause comes first: of two that were heard of at the same time, the one that said nothing
+                # at its end
                 report = min(heard, key=lambda report: (heard[report], report))
                 if self.seconds - heard[report] > self._limit(report):
                     self._end(f"another rank ended, in phase {phase!r}. Its last report: {report}", 1)

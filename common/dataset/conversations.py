@@ -149,7 +149,7 @@ def load_conversations(files: Sequence[str], tokenizer, stops: list[int], config
 
 
 def truncated(encoded: list[Encoded], length: int) -> list[Encoded] | None:
-    """The conversations of a row, cut to this length. None: nothing is left of an answer, or of what two differ in."""
+    """A row's conversations, cut to this length. None: nothing is left of an answer, or of what two differ in."""
     found: list[Encoded] = []
     for tokens, mask in encoded:
         found.append((tokens[:length], mask[:length]))

@@ -38,8 +38,8 @@ def find_files(entries: Sequence[str], flag: str = "data file") -> list[str]:
 
 
 def read_rows(file: str, names: Collection[str]) -> Iterator[bytes | pa.StructScalar]:
-    """The rows of a file, unparsed, for `row_of`: JSON lines that are not blank, or parquet rows with only the columns
-    in `names`; all columns if `names` is empty."""
+    """The rows of a file, unparsed, for `row_of`: JSON lines that are not blank, or parquet rows with only the
+    columns in `names`; all columns if `names` is empty."""
     num_read = 0
     num_rows = 0
     try:

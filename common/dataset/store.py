@@ -248,7 +248,8 @@ def store_rows(path: str, files: Sequence[str], form: RowFormat) -> Loaded:
     return loaded
 
 
-def store_file(stream: pa.RecordBatchStreamWriter, file: str, form: RowFormat, loaded: Loaded, data_hash: Any) -> None:
+def store_file(stream: pa.RecordBatchStreamWriter, file: str, form: RowFormat, loaded: Loaded,
+               data_hash: Any) -> None:
     """Write the rows of one file to `stream`, count them in `loaded`, and add what is stored to `data_hash`."""
     names: Collection[str] = []                                 # all columns
     if not form.all_columns:

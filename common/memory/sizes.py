@@ -32,8 +32,8 @@ class Model:
 
     def __init__(self, hf_config: PretrainedConfig, config: ModelConfig, ranks: int, family: type | None = None,
                  lora: LoRAConfig = NO_ADAPTERS, kind: str = "adamw"):
-        """`family`: AutoModel for a backbone with a scalar head. `lora`: the adapters, if only they are trained.
-        `kind`: of the optimizer."""
+        """`family`: AutoModel for a backbone with a scalar head. `lora`: the adapters, if only they are
+        trained. `kind`: of the optimizer."""
         if family is None:
             family = auto_class(hf_config)
         with torch.device("meta"):
@@ -59,8 +59,8 @@ class Model:
             self.recomputes = self.all > 1e9
 
     def _count_weights(self, model: nn.Module, expert_parallel: int) -> None:
-        """Numbers of weights: of all, and of what FSDP2 gathers together: a block (of its experts those that a rank
-        has), an untied embedding, head and rest."""
+        """Numbers of weights: of all, and of what FSDP2 gathers together: a block (of its experts those that a
+        rank has), an untied embedding, head and rest."""
         blocks = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
         self.largest = max(blocks, key=count)
         self.num_blocks = len(blocks)
@@ -106,7 +106,8 @@ class Model:
             self.moment_bytes += bytes_of_weight * shards[p]
 
     def kept_by_block(self, keys: float) -> float:
-        """Bytes a token that autograd keeps of a block. `keys`: rows of keys and values gathered for each token."""
+        """Bytes a token that autograd keeps of a block. `keys`: rows of keys and values gathered for each
+        token."""
         size = self.itemsize
         hidden = self.config.hidden_size
         width, value_width = head_dims(self.config)
@@ -123,10 +124,11 @@ class Model:
         kept += size * (hidden + num_heads * (width + value_width)) + 4 * self.heads
         num_inner = 3 if self.is_fused else 4                                   # gate(s), up, product
         kept += size * (hidden + num_inner * self.mlp_width)
-        return kept + self.experts * (2 * size * hidden + 32)           # inputs and outputs of experts, their order
+        return kept + self.experts * (2 * size * hidden + 32)       # inputs and outputs of experts, their order
 
     def tiles(self, tokens: int) -> float:
-        """Most bytes that `linear_logp` holds at a time of the logits, their gradient and the head's gradient."""
+        """Most bytes that `linear_logp` holds at a time of the logits, their gradient and the head's
+        gradient."""
         hidden = self.config.hidden_size
         vocab = self.config.vocab_size
         states = torch.empty(tokens, hidden, device="meta")
@@ -171,8 +173,8 @@ class Model:
 
 
 def shard_sizes(model: nn.Module, config: ModelConfig, ranks: int) -> dict[nn.Parameter, int]:
-    """Parameter -> its numbers on the rank that has most of them. Raises ValueError for experts that the ranks cannot
-    divide."""
+    """Parameter -> its numbers on the rank that has most of them. Raises ValueError for experts that the ranks
+    cannot divide."""
     sizes = {}
     for p in model.parameters():
         largest = p.chunk(ranks, shard_dim(p.shape, ranks))[0]

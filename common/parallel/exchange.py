@@ -59,7 +59,7 @@ def exchange(batch: Batch, destination: np.ndarray | Tensor) -> Batch:
     _, lengths = arrived["number"].unique_consecutive(return_counts=True)
     cu_seqlens = offsets(lengths)
     for name, field in fields.items():
-        if field.per == "response":                                           # each of its tokens brought a copy
+        if field.per == "response":                                          # each of its tokens brought a copy
             arrived[name] = arrived[name][cu_seqlens[:-1]]
     return Batch.of_fields(arrived, cu_seqlens).sort()
 
@@ -92,7 +92,7 @@ def routing_of(lengths: list[int], told: list[Tensor | None]) -> Tensor | None:
 def deliver(mine: dict[int, Any], wanted: list[int]) -> dict[int, Any]:
     """What ranks have under numbers, each under others, sent to the ranks that want these. Numbers that no rank has are
     left out. All ranks call it."""
-    messages = []                                                                               # one to each rank
+    messages = []                                                                             # one to each rank
     for wanted_there in all_gather_objects(wanted):
         found = {number: mine[number] for number in wanted_there if number in mine}
         messages.append(pickle.dumps(found))

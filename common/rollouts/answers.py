@@ -42,7 +42,7 @@ def add_answers(rollout: Rollout, run: Any, key: str) -> tuple[Rollout, torch.Te
     firsts = {*first_of_group.values()}
     answers = []
     for sample in rollout.samples:
-        # with --rollout.tp several ranks hold responses of one group: the rank with the first one makes the answer
+        # with --rollout.tp several ranks hold responses of a group: the one with the first makes the answer
         if sample.index in firsts:
             answers.append(answer_of(run, sample.group, sample.row, key))
     answer_indices = len(rollout) + rollout.group                       # [S]

@@ -38,7 +38,8 @@ class Group:
 
 @dataclass
 class Share:
-    """An engine's groups in a step. Those that complete are taken for the step, as many as it asks of the engine."""
+    """An engine's groups in a step. Those that complete are taken for the step, as many as it asks of the
+    engine."""
 
     groups: list[Group]
     pending: PendingRollout
@@ -106,7 +107,7 @@ def continue_rollout(source: RolloutSource, request: RolloutRequest, state: dict
     for group in groups:
         for k, response in enumerate(group.responses):
             prompt = source.data[group.row]
-            samples.append(Sample(k, 0, group.row, prompt))         # it gets its numbers when its group is taken
+            samples.append(Sample(k, 0, group.row, prompt))        # it gets its numbers when its group is taken
             asked.append(Request(prompt, group.seeds[k], response))
 
     due = set()

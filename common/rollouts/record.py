@@ -183,7 +183,7 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, prompt: list[int], response:
     """The text that each response token adds. A character that spans several tokens belongs to the last of them."""
     decode = cache(lambda *tokens: tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
     texts = []
-    before = prompt[-1:]                                # with what stands before: some drop a first token's space
+    before = prompt[-1:]                              # with what stands before: some drop a first token's space
     pending: list[int] = []
     for token in response:
         pending.append(token)

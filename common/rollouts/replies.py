@@ -13,8 +13,8 @@ Parse = Callable[[str, list[dict]], tuple[str, list[dict]]]
 
 
 def seed_of_reply(episode_seed: int, conversation: int, number: int, num_begun: int) -> int:
-    """The seed of a conversation's reply of this number. A reply that is continued later, after `num_begun` tokens, has
-    another seed for its rest."""
+    """The seed of a conversation's reply of this number. A reply that is continued later, after `num_begun`
+    tokens, has another seed for its rest."""
     place: list[int | str] = [number]
     if conversation:                                            # not the episode's own
         place.insert(0, f"conversation {conversation}")

@@ -225,8 +225,8 @@ class PendingRollout:
 
 
 def scores_without_functions(samples: list[Sample]) -> Scores:
-    """What stands in for the reward functions where a reward model scores alone: 0, to which its score is added. An
-    episode that failed has no score, whatever the reward model would say of it."""
+    """What stands in for the reward functions where a reward model scores alone: 0, to which its score is
+    added. An episode that failed has no score, whatever the reward model would say of it."""
     scores = []
     for sample in samples:
         has_failed = sample.response.end_reason in ("timeout", "error")
@@ -239,7 +239,8 @@ def scores_without_functions(samples: list[Sample]) -> Scores:
 
 
 def measure_rewards(meter: Meter, samples: list[Sample], scores: Scores) -> None:
-    """Add to `meter` the shares of failures, and the means of the numbers in the reward dicts. All ranks call it."""
+    """Add to `meter` the shares of failures, and the means of the numbers in the reward dicts. All ranks call
+    it."""
     is_timeout = [kind == "timeout" for kind in scores.failures]
     is_error = [kind not in (None, "timeout") for kind in scores.failures]
     meter.mean("reward/timeout_frac", torch.tensor(is_timeout))

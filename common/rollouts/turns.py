@@ -117,8 +117,9 @@ def check_scores(episode: EpisodeUnits) -> None:
 
 def cut(batch: Batch, units: Units, longest: int) -> Batch:
     """This rank's batch with a sequence for each unit. `longest`: tokens of the step's longest sequence."""
-    # The unit of a token is the last one that has begun; what stands before the first unit has no mask. Units are in
-    # the episode's order, which puts its own conversation first; in the batch that one's sequences come last.
+    # The unit of a token is the last one that has begun; what stands before the first unit has no mask. Units
+    # are in the episode's order, which puts its own conversation first; in the batch that one's sequences come
+    # last.
     width = longest + 1
     begins, unit_of_begin = (units.sequence * width + units.first_token).sort()                     # [U]
     sequence_of_token = batch.sequence_ids                                                          # [T]
@@ -140,8 +141,8 @@ def cut(batch: Batch, units: Units, longest: int) -> Batch:
 
 
 def turns_of(sample: Sample) -> EpisodeUnits:
-    """The model's turns: those of the episode's own conversation, then those of others in the order in which they were
-    begun. A failed or uncounted episode's rewards are 0."""
+    """The model's turns: those of the episode's own conversation, then those of others in the order in which
+    they were begun. A failed or uncounted episode's rewards are 0."""
     places: list[Place] = []
     sequences = sorted(enumerate(sample.sequences), key=lambda numbered: numbered[1][1].conversation)
     for number, (prompt, part) in sequences:

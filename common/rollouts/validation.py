@@ -121,8 +121,8 @@ def metrics_of(rows: list[Value], greedy: bool, variable: str = "acc") -> dict[s
 
 
 def groups_by_source(rows: list[Value]) -> dict[str, list[list[tuple[float, str | None]]]]:
-    """Data source -> its groups, each with the values and votes of its responses. Everything is sorted, so that sums do
-    not depend on the order of `rows`."""
+    """Data source -> its groups, each with the values and votes of its responses. Everything is sorted, so that
+    sums do not depend on the order of `rows`."""
     found: dict[str, dict[int, list[tuple[float, str | None]]]] = {}
     for source, group, value, vote in sorted(rows, key=lambda row: row[:3]):
         groups = found.setdefault(source, {})
@@ -143,7 +143,7 @@ def values_of(groups: list[list[tuple[float, str | None]]]) -> np.ndarray:
 def means_of_numbers(rows: list[Scored], greedy: bool) -> dict[str, float]:
     """val-aux/SOURCE/NAME/{greedy or mean@N}: means over the responses that have the number. A key "reward" has none:
     that name is the score's."""
-    found = defaultdict(list)                                                           # (source, name) -> numbers
+    found = defaultdict(list)                                                        # (source, name) -> numbers
     num_responses: dict[tuple[str, int], int] = Counter()                               # of each group
     for row in rows:
         num_responses[row.data_source, row.group] += 1

@@ -69,7 +69,7 @@ def val_line(when: str, metrics: dict[str, float]) -> str:
 def summary(run_dir: Path) -> str:
     """The last lines of a finished run: validation before and after, seconds, memory, and where everything is."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    validated: dict[str, list[float]] = {}                              # metric -> its values, the first one first
+    validated: dict[str, list[float]] = {}                           # metric -> its values, the first one first
     for row in rows:
         for name, value in row.items():
             if name.startswith("val-core/"):

@@ -88,7 +88,7 @@ class Tracker:
 
             folder = self.run_dir / "tensorboard"
             purge_step = None
-            if state:                                                       # TensorBoard drops this step and later ones
+            if state:                                               # TensorBoard drops this step and later ones
                 purge_step = state["step"] + 1
             else:
                 for file in folder.glob("events.out.tfevents.*"):           # other files are the user's

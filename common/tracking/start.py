@@ -74,7 +74,7 @@ def check_best_metric(metric: str, val_set: Any, num_samples: int | None = None)
         is_of_source = is_result and not rest.startswith("reward/")
     if not sources or not is_of_source:
         return
-    found = []                                          # the metric without each data source that it may begin with
+    found = []                                      # the metric without each data source that it may begin with
     for source in sources:
         if rest.startswith(f"{source}/"):
             found.append(rest.removeprefix(f"{source}/"))
