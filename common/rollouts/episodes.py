@@ -14,11 +14,12 @@ from typing import Any
 from common.dataset.images import Images, check_sequence, embedding_size, show
 from common.dataset.store import template_arguments
 from common.engine.base import Engine, Request, RolloutConfig
+from common.episodes.metrics import environment_of
+from common.episodes.replies import Parse, reply_of, seed_of_reply
 from common.parallel.ranks import World, check_at_least
-from common.prompts import Prompt, TemplateConfig
-from common.rollouts.replies import Parse, reply_of, seed_of_reply
+from common.prompts import TemplateConfig
 from envs.pictures import joined
-from envs.runtime.conversation import ChatTemplate, Conversation, FlagError, environments
+from envs.runtime.conversation import ChatTemplate, Conversation, FlagError
 from envs.runtime.processes import EpisodeProcesses
 from envs.runtime.response import Episode, Response, response_of
 from envs.runtime.template import check_tokens
@@ -287,14 +288,3 @@ def start_episodes(config: RolloutConfig, tokenizer: Any, template_config: Templ
     if world.rank % config.tp == 0:
         processes = EpisodeProcesses(config.episode, config.tool_timeout_s)
     return Episodes(config, template, max_sequence_length, processes, parse)
-
-
-def environment_of(prompt: Prompt, spec: str) -> str:
-    """The row's environment among those of --rollout.episode; "" if there is one. Raises FlagError if it has none."""
-    names = environments(spec)
-    if "" in names:
-        return ""
-    name = prompt.row.get("agent_name")
-    if name not in names:
-        raise FlagError(f"a row's agent_name is {name!r}, and --rollout.episode names {', '.join(names)}")
-    return name

@@ -14,11 +14,11 @@ from common.dataset.messages import with_response
 from common.dataset.store import PromptSet
 from common.engine.base import Engine, Request, RolloutConfig
 from common.engine.remote import Bridge, RemoteEngine
+from common.episodes.metrics import measure_episodes
 from common.metrics import Meter
 from common.model.reward_model import RewardModel, RewardModelConfig
 from common.parallel.ranks import all_max, all_names, all_sum, seed_of
 from common.rollout import Rollout, Sample, gather_rollout
-from common.rollouts.episode_metrics import measure_episodes
 from common.rollouts.episodes import Episodes
 from common.rollouts.trial import try_function
 from envs.runtime.response import Response

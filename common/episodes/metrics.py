@@ -1,4 +1,4 @@
-"""The metrics of episodes: turns, ends and tools, also of each environment where there are several."""
+"""The metrics of episodes: turns, ends and tools, also of each environment where a row names one of several."""
 
 from collections.abc import Sequence
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 from common.engine.base import RolloutConfig
 from common.metrics import Meter
+from common.prompts import Prompt
 from common.rollout import Sample
-from common.rollouts.episodes import environment_of
-from envs.runtime.conversation import environments
+from envs.runtime.conversation import FlagError, environments
 
 END_REASONS = ("done", "length", "turns", "timeout", "error")
 
@@ -66,3 +66,14 @@ def measure_environment(meter: Meter, name: str, samples: Sequence[Sample]) -> N
 
 def numbers(values: Sequence[float]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
+
+
+def environment_of(prompt: Prompt, spec: str) -> str:
+    """The row's environment among those of --rollout.episode; "" if there is one. Raises FlagError if it has none."""
+    names = environments(spec)
+    if "" in names:
+        return ""
+    name = prompt.row.get("agent_name")
+    if name not in names:
+        raise FlagError(f"a row's agent_name is {name!r}, and --rollout.episode names {', '.join(names)}")
+    return name
