@@ -223,7 +223,7 @@ def check_paths(args: Any) -> None:
     teachers = given.get("--teacher") or ()
     for teacher in (teachers,) if isinstance(teachers, str) else teachers:      # one of grpo_variants.py, or several
         check_model(teacher.rpartition("=")[2], "--teacher")
-    find_files = definitions(ROOT / "common/dataset/store.py")["find_files"]
+    find_files = definitions(ROOT / "common/dataset/rows.py")["find_files"]
     for flag, name in {"--train-data": "--train-data", "--val-data": "--val-data", "--files": "--data"}.items():
         if given.get(flag):
             find_files(given[flag], name)

@@ -14,9 +14,12 @@ FILE = "best.json"
 def better(step: int, results: dict[str, float], metric: str, best: dict[str, Any]) -> dict[str, Any]:
     """`step` as {step, metric, value} if its validation ranks it above `best`, another step in this form or {}; else
     {}: so of equal values the earlier step stays. `metric`: from `choose_metric`; of a loss the lowest is the best."""
-    sign = -1 if is_loss(metric) else 1
-    is_better = sign * results[metric] > sign * best.get("value", -sign * math.inf)         # False for NaN
-    return {"step": step, "metric": metric, "value": results[metric]} if is_better else {}
+    value = results[metric]
+    if is_loss(metric):
+        is_better = value < best.get("value", math.inf)                 # False for NaN
+    else:
+        is_better = value > best.get("value", -math.inf)
+    return {"step": step, "metric": metric, "value": value} if is_better else {}
 
 
 def is_loss(metric: str) -> bool:
@@ -28,8 +31,9 @@ def choose_metric(results: dict[str, float], name: str) -> str:
     """The metric of the validation that ranks its steps: `name`, or if that is empty the first val-core/.../mean@N in
     alphabetical order, without one the first val-core/. Raises ValueError where `results` does not have it."""
     core = sorted(metric for metric in results if metric.startswith("val-core/"))
-    if not name and core:
-        return min(core, key=lambda metric: "/mean@" not in metric)     # the first of those that are smallest
+    if core and not name:
+        means = [metric for metric in core if "/mean@" in metric]
+        return means[0] if means else core[0]
     if name not in results:
         raise ValueError(f"--save.best-metric {name or '(not given)'} must be a metric that this validation gives: "
                          f"{', '.join(sorted(results))}")

@@ -38,19 +38,33 @@ def check_effect(args: Any, device: str = "") -> list[str]:
     """Raises ValueError for a flag of `args`, a dataclass, that differs from its default and does nothing. Returns a
     line for each one on which only speed, memory or a metric would depend, and does not. `device`: cpu or cuda; "": it
     is not known yet, and nothing is said of what depends on it."""
-    required = {field.name: vars(args)[field.name] for field in dataclasses.fields(args)
-                if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING}
-    given, defaults = flags_of(args), flags_of(type(args)(**required))
+    given = flags_of(args)
+    defaults = flags_of(with_defaults(args))
     said = []
     for flag, sentences in conditions(args).items():
-        if given[flag] != defaults[flag]:
-            asked = [sentence for sentence in sentences if sentence[0] != "Above 0 needs" or given[flag] > 0]
-            unmet = [(kind, why) for kind, condition in asked if (why := reason(kind, condition, flag, given, device))]
-            for kind, why in unmet[:1]:
-                if kind != "Only for":
-                    raise ValueError(f"{named(flag, given[flag])} {why}")
-                said.append(f"{named(flag, given[flag])} {why}")
+        if given[flag] == defaults[flag]:
+            continue
+        for kind, condition in sentences:
+            if kind == "Above 0 needs" and not given[flag] > 0:
+                continue
+            why = reason(kind, condition, flag, given, device)
+            if not why:
+                continue
+            text = f"{named(flag, given[flag])} {why}"
+            if kind != "Only for":
+                raise ValueError(text)
+            said.append(text)
+            break                                                       # one reason is enough
     return said
+
+
+def with_defaults(args: Any) -> Any:
+    """`args` with the default of every field that has one."""
+    required = {}
+    for field in dataclasses.fields(args):
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            required[field.name] = vars(args)[field.name]
+    return type(args)(**required)
 
 
 def conditions(args: Any) -> dict[str, list[tuple[str, str]]]:
@@ -58,12 +72,17 @@ def conditions(args: Any) -> dict[str, list[tuple[str, str]]]:
     helps = {}
     for name, value in vars(args).items():
         if dataclasses.is_dataclass(value):
-            helps |= {f"{name}.{key}": text for key, text in help_texts(type(value)).items()}
+            for key, text in help_texts(type(value)).items():
+                helps[f"{name}.{key}"] = text
     helps |= help_texts(type(args))
     found = {}
     for name, text in helps.items():
-        parts = [(kind, part) for kind, clause in SENTENCE.findall(text) for part in clause.split(" and ")]
-        found |= {f"--{name.replace('_', '-').rstrip('-')}": parts} if parts else {}
+        parts = []
+        for kind, clause in SENTENCE.findall(text):
+            parts += [(kind, part) for part in clause.split(" and ")]
+        if parts:
+            flag = f"--{name.replace('_', '-').rstrip('-')}"
+            found[flag] = parts
     return found
 
 
@@ -72,16 +91,24 @@ def help_texts(flags: type) -> dict[str, str]:
     found: dict[str, str] = {}
     for owner in reversed(flags.__mro__):
         file = vars(sys.modules[owner.__module__]).get("__file__")      # a notebook's own cell has none
-        found |= texts_of_class(file, owner.__name__) if file and dataclasses.is_dataclass(owner) else {}
+        if file and dataclasses.is_dataclass(owner):
+            found |= texts_of_class(file, owner.__name__)
     return found
 
 
 @cache
 def texts_of_class(file: str, name: str) -> dict[str, str]:
     tree = ast.parse(Path(file).read_text())
-    bodies = [node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
+    found: dict[str, str] = {}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            found |= texts_of_fields(node.body)
+    return found
+
+
+def texts_of_fields(body: list[ast.stmt]) -> dict[str, str]:
     found = {}
-    for node, following in (pair for body in bodies for pair in pairwise(body)):
+    for node, following in pairwise(body):
         match node, following:
             case ast.AnnAssign(target=ast.Name(id=field)), ast.Expr(value=ast.Constant(value=str(text))):
                 found[field] = " ".join(text.split())
@@ -91,7 +118,8 @@ def texts_of_class(file: str, name: str) -> dict[str, str]:
 def reason(kind: str, condition: str, flag: str, given: dict[str, Any], device: str) -> str:
     """Why a flag does nothing, and what to turn; "" if it acts."""
     values: dict[str, Any] = {}     # of the other flags, as far as the script has them
-    holds = []
+    holds = []                      # for each alternative, whether it is met
+    group = flag.rpartition(".")[0]
     if condition in DEVICES:
         holds.append(device in ("", DEVICES[condition]))
     elif condition == "training":
@@ -99,22 +127,25 @@ def reason(kind: str, condition: str, flag: str, given: dict[str, Any], device: 
     else:
         for alternative in re.split(r" or (?=--)", condition):
             name, *wanted = alternative.replace(",", "").split()
-            name = name if name.startswith("--") else f"{flag.rpartition('.')[0]}.{name}"
+            if not name.startswith("--"):
+                name = f"{group}.{name}"
             own = f"--{name.rpartition('.')[2]}"        # tools.play has the environment as a flag of its own
-            values |= {known: given[known] for known in (name, own) if known in given}
-            holds += [is_met(given[known], wanted) for known in (name, own) if known in given]
+            for known in (name, own):
+                if known in given:
+                    values[known] = given[known]
+                    holds.append(is_met(given[known], wanted))
     if any(holds) == (kind != "Not with"):
         return ""
     if kind == "Only for":
         return f"is only for {condition}: the training is the same without it"
-    with_others = "with " + " and ".join(named(*pair) for pair in values.items())
+    with_others = "with " + " and ".join(named(other, value) for other, value in values.items())
     if all(value in (None, "", []) for value in values.values()):
         with_others = f"without {' or '.join(values)}"
     if kind == "Not with":
         return f"does nothing {with_others}: leave one of them out"
     if not values:
         return f"does nothing in this script, as it needs {condition}: leave {flag} out"
-    needed = condition if condition.startswith("--") else f"{flag.rpartition('.')[0]}.{condition}"
+    needed = condition if condition.startswith("--") else f"{group}.{condition}"
     return f"does nothing {with_others}: set {needed}, or leave {flag} out"
 
 
@@ -123,7 +154,8 @@ def is_met(value: Any, wanted: list[str]) -> bool:
     if wanted[:1] == ["above"]:
         return value > float(wanted[1])
     if wanted:
-        return not {*map(str, value if isinstance(value, list) else [value])}.isdisjoint(wanted)
+        values = value if isinstance(value, list) else [value]
+        return not {*map(str, values)}.isdisjoint(wanted)
     return bool(value) and value not in OFF
 
 
@@ -131,4 +163,6 @@ def named(flag: str, value: Any) -> str:
     """A flag with its value as one types it."""
     if value is True:
         return flag
-    return f"{flag} {value if isinstance(value, str) and value else json.dumps(value)}"
+    if value and isinstance(value, str):
+        return f"{flag} {value}"
+    return f"{flag} {json.dumps(value)}"

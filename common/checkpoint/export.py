@@ -50,14 +50,18 @@ def hf_files(model: str, config: PretrainedConfig, tokenizer: PreTrainedTokenize
         config.__class__.from_dict(content).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         for kind in ("generation", "processor", "preprocessor", "video_preprocessor"):      # they stay as they were
-            if found := cached_file(model, f"{kind}_config.json", _raise_exceptions_for_missing_entries=False):
+            found = cached_file(model, f"{kind}_config.json", _raise_exceptions_for_missing_entries=False)
+            if found:
                 shutil.copy(found, folder)
-        files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        files = {}
+        for path in folder.rglob("*"):
+            if path.is_file():
+                files[str(path.relative_to(folder))] = path.read_bytes()
     files |= tokenizer_files(tokenizer)
     if template_file:
         set_template(files, Path(template_file).read_text())
-    published = cached_file(model, "config.json", _raise_exceptions_for_missing_entries=False)
-    source = json.loads(Path(published).read_bytes()) if published else {}
+    published_config = cached_file(model, "config.json", _raise_exceptions_for_missing_entries=False)
+    source = json.loads(Path(published_config).read_bytes()) if published_config else {}
     made = with_old_keys(json.loads(files["config.json"]), source, config.__class__)
     return files | {"config.json": json.dumps(made, indent=2, sort_keys=True).encode() + b"\n"}
 
@@ -77,7 +81,8 @@ def write_files(folder: Path, files: dict[str, bytes]) -> None:
 def model_of(files: dict[str, bytes]) -> PreTrainedModel | None:
     """The model of config.json, without memory. None: its code comes with the model's folder."""
     config = json.loads(files["config.json"])
-    if (layers := config.get("num_hidden_layers") or 0) > MOST_LAYERS:
+    layers = config.get("num_hidden_layers") or 0
+    if layers > MOST_LAYERS:
         raise ValueError(f"config.json names {layers:,} layers, more than the {MOST_LAYERS:,} of any model")
     if config["model_type"] not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return None
@@ -115,7 +120,8 @@ def replace_hf(out: Path, described: dict[str, Tensor], tensors: Iterable[tuple[
         dict(published(lm, described.items(), plan)), get_storage_size=lambda tensor: tensor.nbytes,
         filename_pattern="model{suffix}.safetensors", max_shard_size=FILE_BYTES,
     )
-    parts: dict[str, dict[str, Tensor]] = {file: {} for file in sorted(split.filename_to_tensors)[rank::size]}
+    own = sorted(split.filename_to_tensors)[rank::size]
+    parts: dict[str, dict[str, Tensor]] = {file: {} for file in own}
     for name, tensor in published(lm, tensors, plan):
         file = split.tensor_to_filename[name]
         if file in parts:
@@ -123,13 +129,12 @@ def replace_hf(out: Path, described: dict[str, Tensor], tensors: Iterable[tuple[
             if len(parts[file]) == len(split.filename_to_tensors[file]):
                 save_file(parts.pop(file), partial / file, {"format": "pt"})
                 (partial / file).chmod(partial.stat().st_mode & 0o666)  # of safetensors only its owner may read
-    own = sorted(split.filename_to_tensors)[rank::size]
     if rank == 0:
         own += files
-    if rank == 0 and split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (partial / INDEX).write_text(json.dumps(index, indent=2))
-        own.append(INDEX)
+        if split.is_sharded:
+            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+            (partial / INDEX).write_text(json.dumps(index, indent=2))
+            own.append(INDEX)
     entries = all_gather_objects({name: entry_of(partial / name) for name in own})
     together(lambda: rank == 0 and publish(partial, out, dict(ChainMap(*entries))), (OSError, ValueError))
 

@@ -8,7 +8,6 @@ import stat
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -67,32 +66,47 @@ def read_manifest(folder: Path, name: str = MANIFEST) -> dict[str, Any]:
     """Reads what `write_manifest` wrote; {} if the file is missing or damaged."""
     try:
         outer = json.loads(read_regular(folder / name))
-        is_sound = zlib.crc32(json.dumps(outer["manifest"], sort_keys=True).encode()) == outer["crc32"]
+        manifest = outer["manifest"]
+        is_sound = zlib.crc32(json.dumps(manifest, sort_keys=True).encode()) == outer["crc32"]
     except (ValueError, TypeError, KeyError, RecursionError):
         return {}
-    is_sound = is_sound and isinstance(outer["manifest"], dict) and not is_deep(outer["manifest"])
-    return outer["manifest"] if is_sound else {}
+    if not is_sound or not isinstance(manifest, dict) or is_deep(manifest):
+        return {}
+    return manifest
 
 
 def is_deep(value: Any) -> bool:
     """Whether JSON is nested so deeply that what is done with it may exceed Python's stack."""
     level = [value]
     for _ in range(MOST_LEVELS):
-        inner = [part.values() if isinstance(part, dict) else part for part in level if isinstance(part, dict | list)]
-        level = [*chain.from_iterable(inner)]
+        below: list[Any] = []
+        for part in level:
+            if isinstance(part, dict):
+                below += part.values()
+            elif isinstance(part, list):
+                below += part
+        level = below
     return bool(level)
 
 
 def has_form(value: Any, form: Any) -> bool:
     """Whether JSON is as a form such as CHECKPOINT says. Whole numbers are not below 0."""
+    if form is int:
+        return isinstance(value, int) and not isinstance(value, bool) and value >= 0
     if not isinstance(form, dict):
-        return isinstance(value, form) and not isinstance(value, bool) and (form is not int or value >= 0)
+        return isinstance(value, form) and not isinstance(value, bool)
     if not isinstance(value, dict):
         return False
     if EACH in form:
         return all(has_form(entry, form[EACH]) for entry in value.values())
-    given = {name: entry for name, entry in form.items() if not name.endswith("?") or name[:-1] in value}
-    return all(name.rstrip("?") in value and has_form(value[name.rstrip("?")], entry) for name, entry in given.items())
+    for name, entry in form.items():
+        key = name.removesuffix("?")
+        if key not in value:
+            if key == name:                             # it must be there
+                return False
+        elif not has_form(value[key], entry):
+            return False
+    return True
 
 
 def read_checkpoint(folder: Path) -> dict[str, Any]:
@@ -104,10 +118,11 @@ def read_checkpoint(folder: Path) -> dict[str, Any]:
 def check_files(folder: Path, rank: int = 0, size: int = 1) -> list[str]:
     """What is wrong with a checkpoint: its manifest, or files whose content differs from what was written. Each of
     `size` ranks reads its share of the files."""
-    manifest, name = read_checkpoint(folder), NAME.fullmatch(folder.name)
+    manifest = read_checkpoint(folder)
     if not manifest:
         return [f"{MANIFEST} is missing or damaged"]
-    if name and int(name[1]) != manifest["state"]["step"]:
+    named = NAME.fullmatch(folder.name)
+    if named and int(named[1]) != manifest["state"]["step"]:
         return [f"it is the checkpoint of step {manifest['state']['step']} under another name"]
     found = []
     for name in sorted(manifest["files"])[rank::size]:
@@ -121,8 +136,11 @@ def check_files(folder: Path, rank: int = 0, size: int = 1) -> list[str]:
 
 def checkpoints_in(root: Path) -> list[Path]:
     """Whatever has the name of a checkpoint, the oldest step first. Raises OSError if `root` cannot be read."""
-    names = os.listdir(root) if root.exists() else []
-    return [root / name for name in sorted(filter(NAME.fullmatch, names), key=lambda name: int(name[5:]))]
+    if not root.exists():
+        return []
+    names = [name for name in os.listdir(root) if NAME.fullmatch(name)]
+    names.sort(key=lambda name: int(name.removeprefix("step_")))
+    return [root / name for name in names]
 
 
 def complete_checkpoints(path: str | Path) -> list[Path]:

@@ -12,80 +12,40 @@ import shutil
 import signal
 import sys
 import zlib
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch.distributed as dist
-import tyro
 from torch import Tensor, get_device_module
 
 from common.checkpoint.best import better, choose_metric, is_loss, write_best
-from common.checkpoint.choice import choose
+from common.checkpoint.choice import check_fits, choose
+from common.checkpoint.config import SaveConfig
 from common.checkpoint.export import write_files
 from common.checkpoint.files import complete_checkpoints, entry_of, read_checkpoint, remove, sync, write_manifest
 from common.checkpoint.own import remove_checkpoint
-from common.checkpoint.secrets import differences, flags_of
+from common.checkpoint.secrets import flags_of
 from common.checkpoint.signals import Watchdog
 from common.checkpoint.state import FILE, Parts, load_parts, save_shards, tensors_of
 from common.metrics import Timer
 from common.model.policy import PackedModel
-from common.parallel.ranks import World, all_max, check_at_least, collective_timeout, on_main, print_on_main, together
+from common.parallel.ranks import World, all_max, collective_timeout, on_main, print_on_main, together
 from common.source.stored import fingerprint as checksum
 from envs.stored import join, split, write_parts
 
 UNFINISHED = re.compile(r"\.step_\d{6,}\.partial")
-NOT_COMPARED = {"dtype", "torch_dtype", "transformers_version", "_name_or_path", "architectures", "use_cache"}
-"""Entries of a model's config that may differ between a checkpoint and the run that continues from it."""
-MAY_CHANGE = re.compile(
-    "--(save|log|offload|policy.(gradient|share|replicas|sequence)|run-dir|model |"
-    "reward.(num-workers|concurrency|timeout)|data|train-data|val-data|eval|total-|max-tokens-per-gpu|samplers|"
-    "rollout.(max-num-seqs|tp|gpu-memory|kv-cache|enforce|val-top|max-probe|extra))"
-)
-"""Flags that change where and how fast a run computes, how long it goes on and what it reports, but not its steps."""
-
-
-@dataclass
-class SaveConfig:
-    every: int = 20
-    """Steps between checkpoints; the last step is always saved. 0: only the last step."""
-    keep: int = 2
-    """Number of newest checkpoints that stay on disk."""
-    keep_best: bool = False
-    """Also keep the checkpoint of the step with the best validation, which is saved even if --save.every does not ask
-    for it. RUN_DIR/best.json names it. Of equal values the earlier step stays. Needs --val-data."""
-    best_metric: str = ""
-    """Metric of the validation that --save.keep-best ranks by, such as val-core/gsm8k/acc/greedy, or the score,
-    val-aux/gsm8k/reward/greedy; higher is better, of a loss lower. Default: the first val-core/.../mean@N (sampled) in
-    alphabetical order, without one the first val-core/. Needs --save.keep-best."""
-    async_: Annotated[bool, tyro.conf.arg(name="async")] = False
-    """Write checkpoints in the background, from a copy in host memory (12 bytes a parameter, over all ranks)."""
-    hf: Literal["never", "end"] = "end"
-    """When to write RUN_DIR/model, a Hugging Face folder (`python -m tools.checkpoints export` makes one later)."""
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Data type of its weights. auto: the type of --policy.compute-dtype. float32: as they were trained."""
-    resume: str = "auto"
-    """auto: resume from the newest complete checkpoint of the run folder, if there is one. none: start anew. Else a run
-    folder or a checkpoint to start from. none and a path need a run folder without checkpoints; a restart by torchrun
-    or Slurm continues the run folder in any case."""
-    allow_changes: bool = False
-    """Continue a run although flags that change its results differ from those of its last start."""
-    timeout_s: float = 3600.0
-    """Seconds that a phase (model load, rollout, update, validation) may take before all ranks print their stacks and
-    end. 0: no limit."""
-
-    def __post_init__(self):
-        check_at_least(0, {"--save.every": self.every, "--save.timeout-s": self.timeout_s})
-        check_at_least(1, {"--save.keep": self.keep})
-        if self.best_metric and not self.keep_best:
-            raise ValueError(f"--save.best-metric {self.best_metric} needs --save.keep-best")
 
 
 def fingerprint(state: Any) -> tuple[int, float]:
     """Of JSON: a checksum of all but its floats, and the sum of these: ranks on other CPUs may round otherwise."""
-    floats = []
-    rest = json.loads(json.dumps(state, sort_keys=True), parse_float=lambda text: floats.append(abs(float(text))))
+    floats: list[float] = []
+
+    def take_out(text: str) -> None:
+        floats.append(abs(float(text)))
+
+    rest = json.loads(json.dumps(state, sort_keys=True), parse_float=take_out)
     return zlib.crc32(json.dumps(rest).encode()), sum(floats)
 
 
@@ -110,18 +70,22 @@ class Checkpoints:
         self.flags = flags_of(args)
         self.model = json.loads(files["config.json"]) | {"trained parts": sorted(parts), "checkpoint format": FILE}
         if self.flags.get("--lora.rank"):                       # adapters belong to one model
-            self.model |= {name: value for name, value in self.flags.items() if name.startswith("--lora.")}
+            for name, value in self.flags.items():
+                if name.startswith("--lora."):
+                    self.model[name] = value
             self.model["--model"] = Path(self.flags["--model"]).name
-        folders = {name: model.folder for name, model in models.items()
-                   if name not in parts or self.flags.get("--lora.rank")}
-        if reward_model := self.flags.get("--reward-model.path"):
-            folders["reward model"] = reward_model
+        folders = {}
+        for name, model in models.items():
+            if name not in parts or self.flags.get("--lora.rank"):
+                folders[name] = model.folder
+        if self.flags.get("--reward-model.path"):
+            folders["reward model"] = self.flags["--reward-model.path"]
         self.outside = on_main(world, lambda: {name: checksum(folder) for name, folder in folders.items()})
         """Models whose weights (with adapters: their base's) no checkpoint holds -> the checksum of their folder."""
         # The state after the last finished step.
         self.state: dict[str, Any] = {"step": 0}
         self.of_rank: list[bytes] = []                          # what belongs into it on this rank alone
-        self.script = 0, 0.0                                    # what ranks compare of the script's own part of it
+        self.script = (0, 0.0)                               # what ranks compare of the script's own part of it
         self.dirty = False                                      # True once an optimizer step was made since then
         # The saves. The threads that write have a process group of their own.
         self.saved_step = 0
@@ -147,44 +111,34 @@ class Checkpoints:
         if folder is None:
             self._resume_best({})
             return {}
+        is_own = folder.parent == self.root
         manifest = read_checkpoint(folder)
-        of_model = differences(manifest.get("model", {}), self.model)
-        wrong = [text for text in of_model if text.split()[0] not in NOT_COMPARED]
-        if wrong:
-            raise ValueError(f"{folder} does not fit this run: {'; '.join(wrong[:4])}{' ...' if wrong[4:] else ''}: "
-                             "choose another --run-dir or --save.resume")
-        changed = differences(manifest["flags"], self.flags)
-        algorithm = [text for text in changed if not MAY_CHANGE.match(text)]
-        if algorithm and folder.parent == self.root and not self.config.allow_changes:
-            raise ValueError(f"{self.root.parent} was trained with other flags: {'; '.join(algorithm)}: give "
-                             "the old ones, or another --run-dir, or set --save.allow-changes")
-        before = manifest.get("outside", {})
-        # a run that starts from another one's checkpoint may have other frozen models, but adapters have one base
-        compared = [*self.outside] if folder.parent == self.root else [*self.outside.keys() & self.parts.keys()]
-        others = sorted(name for name in compared if before.get(name, self.outside[name]) != self.outside[name])
-        if others and not self.config.allow_changes:
-            raise ValueError(f"{folder} does not hold the weights of {', '.join(others)}, and those that are loaded "
-                             "now are not those that it was trained with: put them back, give another --run-dir, or "
-                             "set --save.allow-changes")
-        changed += [f"the weights of {name}" for name in others]
+        now = {"model": self.model, "flags": self.flags, "outside": self.outside}
+        changed = check_fits(folder, manifest, now, is_own, self.config.allow_changes)
         load_parts(self.parts, folder, self.world.rank)
         self.dirty = False
         self.state = manifest["state"]
         self.saved_step = self.state["step"]
-        if folder.parent != self.root:
+        if not is_own:
             self.state.pop("tracker", None)                     # The metrics of another run stay its own.
         print_on_main(self.world, f"resumed after step {self.saved_step} from {folder} of "
                                   f"{manifest['world_size']} rank(s)"
                                   f"{'; other flags: ' if changed else ''}{'; '.join(changed)}")
-        made_by = manifest["flags"]["script"]
-        held = {name: value for name, value in self.state.get("script", {}).items() if value}
-        if held and made_by != self.flags["script"]:
-            counts = [f"{len(value)} {name}" if isinstance(value, list) else name for name, value in held.items()]
-            print_on_main(self.world, f"dropped what only {made_by} can use of the checkpoint: {', '.join(counts)}")
-            self.state["script"] = {}                           # it would be used, long after, when that script resumes
-        self.starts_from_own = folder.parent == self.root
+        self._drop_of_other_script(manifest["flags"]["script"])
+        self.starts_from_own = is_own
         self._resume_best(self.state.pop("best", {}))
         return join(self.state, folder, range(self.world.rank, manifest["world_size"], self.world.size))
+
+    def _drop_of_other_script(self, made_by: str) -> None:
+        """Drops the state that a script kept for itself, if this run has another one."""
+        held = {name: value for name, value in self.state.get("script", {}).items() if value}
+        if not held or made_by == self.flags["script"]:
+            return
+        counts = []
+        for name, value in held.items():
+            counts.append(f"{len(value)} {name}" if isinstance(value, list) else name)
+        print_on_main(self.world, f"dropped what only {made_by} can use of the checkpoint: {', '.join(counts)}")
+        self.state["script"] = {}                       # it would be used, long after, when that script resumes
 
     def after_validation(self, results: dict[str, float]) -> None:
         """The state that this run starts from is validated. If that is a step that a stop signal kept from its
@@ -193,7 +147,7 @@ class Checkpoints:
         best = self._better(results)
         if best and self.starts_from_own:
             self.best = best
-            together(lambda: self.world.is_main and self._keep(best), OSError)
+            self._on_main(lambda: self._keep(best))
 
     def after_step(self, state: dict[str, Any], results: dict[str, float] | None = None) -> None:
         """A step is finished and its metrics are logged. `state`: what the script needs to go on after it, JSON with
@@ -212,7 +166,8 @@ class Checkpoints:
             raise
         self.best = best or self.best
         is_last = state["step"] == state["total_steps"]
-        if is_last or best or (self.config.every and state["step"] % self.config.every == 0):
+        is_due = bool(self.config.every) and state["step"] % self.config.every == 0
+        if is_last or is_due or best:
             self._save()
         self.check()
 
@@ -222,13 +177,15 @@ class Checkpoints:
         if self.dirty:
             return
         code, total = self.script                               # with the signal, so that no collective is added
-        number, *most = all_max([self.watchdog.signal, code, total, -code, -total]).tolist()
-        if most[0] != -most[2] or most[1] + most[3] > 1e-6 * most[1]:
+        reduced = all_max([self.watchdog.signal, code, total, -code, -total]).tolist()
+        number = int(reduced[0])
+        most_code, most_total = reduced[1:3]
+        least_code, least_total = -reduced[3], -reduced[4]
+        if most_code != least_code or most_total - least_total > 1e-6 * most_total:
             raise ValueError("run.script_state differs between ranks, and a checkpoint holds that of the first: make "
                              "it of what all ranks have, rollout.scores for example; bytes are each rank's own")
         if not number:
             return
-        number = int(number)
         if self.state["step"] != self.saved_step:
             self._save()
         self.wait()
@@ -244,6 +201,15 @@ class Checkpoints:
         """Waits until the last save is on disk. Raises OSError if it failed."""
         if self.writing is not None:
             self.writing.result()
+
+    def _on_main(self, work: Callable[[], None], group: dist.ProcessGroup | None = None) -> None:
+        """Rank 0 does this. If it raises OSError, every rank raises it."""
+
+        def work_of_rank() -> None:
+            if self.world.is_main:
+                work()
+
+        together(work_of_rank, OSError, group)
 
     def _better(self, results: dict[str, float] | None) -> dict[str, Any]:
         """The last finished step as {step, metric, value} if its validation ranks it above all before; else {}. Every
@@ -266,13 +232,15 @@ class Checkpoints:
 
     def _resume_best(self, best: dict[str, Any]) -> None:
         """Takes over the best step that the checkpoint knows, as long as its own checkpoint is on disk."""
-        if not (self.config.keep_best and self.starts_from_own):
+        if not self.config.keep_best or not self.starts_from_own:
             best = {}
-        if best and not on_main(self.world, lambda: bool(read_checkpoint(self._folder(best["step"])))):
-            print_on_main(self.world, f"{self._folder(best['step'])}, which was the best checkpoint, is gone")
-            best = {}
+        if best:
+            folder = self._folder(best["step"])
+            if not on_main(self.world, lambda: bool(read_checkpoint(folder))):
+                print_on_main(self.world, f"{folder}, which was the best checkpoint, is gone")
+                best = {}
         self.best = best
-        together(lambda: self.world.is_main and write_best(self.root.parent, best), OSError)
+        self._on_main(lambda: write_best(self.root.parent, best))
 
     def _keep(self, best: dict[str, Any]) -> None:
         """Names the best checkpoint, then deletes all but this one and the newest, so that a kill loses neither."""
@@ -307,13 +275,19 @@ class Checkpoints:
         final = self._folder(state["step"])
         partial = final.with_name(f".{final.name}.partial")
         try:
-            files = together(lambda: self._write_own(partial, tensors, of_rank), Exception, self.group)
+            written = together(lambda: self._write_own(partial, tensors, of_rank), Exception, self.group)
+            files: dict[str, dict[str, int]] = {}
+            for entries in written:
+                files |= entries
             manifest = {
-                "state": state, "world_size": self.world.size, "model": self.model, "flags": self.flags,
+                "state": state,
+                "world_size": self.world.size,
+                "model": self.model,
+                "flags": self.flags,
                 "outside": self.outside,
-                "files": {name: entry for part in files for name, entry in part.items()},
+                "files": files,
             }
-            together(lambda: self.world.is_main and self._publish(partial, final, manifest), OSError, self.group)
+            self._on_main(lambda: self._publish(partial, final, manifest), self.group)
         except Exception as error:                              # of any rank; a full disk's can be a SafetensorError
             if self.world.is_main:
                 shutil.rmtree(partial, ignore_errors=True)

@@ -23,7 +23,8 @@ TOKENIZER_FILES = ("tokenizer.json", CONFIG, "special_tokens_map.json", "added_t
 def with_old_keys(made: Json, source: Json, kind: type[PretrainedConfig]) -> Json:
     """The content of a config.json, `made` by transformers 5, with old keys beside the new ones: those that `source`,
     the config.json it was made from, has, and else those that follow from the new ones. `kind`: the config's class."""
-    found, want = deepcopy(made), read(made, kind)
+    found = deepcopy(made)
+    want = read(made, kind)
     for part, key, value in list(old_keys(found, source, read(source, kind))):
         part[key] = value
         if read(found, kind) != want:                           # a run has changed what it says
@@ -42,8 +43,10 @@ def read(content: Json, kind: type[PretrainedConfig]) -> Json:
 def without_type(value: Any) -> Any:
     """Without `type`, the old name of `rope_type`: transformers 5 keeps it, and takes the other."""
     if isinstance(value, dict):
-        is_rope = {"type", "rope_type"} <= value.keys()
-        return {key: without_type(entry) for key, entry in value.items() if not (is_rope and key == "type")}
+        found = {key: without_type(entry) for key, entry in value.items()}
+        if "rope_type" in found:
+            found.pop("type", None)
+        return found
     return value
 
 
@@ -60,15 +63,20 @@ def old_keys(made: Json, source: Json, before: Json) -> Iterator[tuple[Json, str
             yield made, key, value
     for key, part in made.items():
         if isinstance(part, dict) and "model_type" in part:
-            theirs = [content.get(key) for content in (source, before)]
-            yield from old_keys(part, *(their if isinstance(their, dict) else {} for their in theirs))
+            yield from old_keys(part, part_of(source, key), part_of(before, key))
+
+
+def part_of(content: Json, key: str) -> Json:
+    part = content.get(key)
+    return part if isinstance(part, dict) else {}
 
 
 def rope_keys(config: Json) -> Json:
     """The old keys that say what `rope_parameters` says. Families with two kinds of layers have one for each."""
     rope = config.get("rope_parameters") or {}
     parts = {name: part for name, part in rope.items() if isinstance(part, dict)}
-    main = dict(parts.get("full_attention", {}) if parts else rope)
+    main = parts.get("full_attention", {}) if parts else rope
+    main = dict(main)
     if "rope_theta" not in main:
         return {}
     found = {"rope_theta": main.pop("rope_theta")}
@@ -79,26 +87,33 @@ def rope_keys(config: Json) -> Json:
     if config.get("original_max_position_embeddings"):          # phi3, which knows the oldest form alone
         main.pop("original_max_position_embeddings", None)
         main["type"] = main.pop("rope_type")
-    found["rope_scaling"] = None if "default" in main.values() and len(main) == 1 else main
+    is_default = len(main) == 1 and "default" in main.values()
+    found["rope_scaling"] = None if is_default else main
     return found
 
 
 def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
     """The tokenizer's files in the folder that it was loaded from, as they are; none if it was changed since, and then
     those that transformers 5 writes are right."""
-    config = tokenizer.name_or_path and cached_file(tokenizer.name_or_path, CONFIG,
-                                                    _raise_exceptions_for_missing_entries=False)
-    if not config or not is_same(tokenizer, type(tokenizer).from_pretrained(tokenizer.name_or_path)):
+    path = tokenizer.name_or_path
+    if not path:
+        return {}
+    config = cached_file(path, CONFIG, _raise_exceptions_for_missing_entries=False)
+    if not config or not is_same(tokenizer, type(tokenizer).from_pretrained(path)):
         return {}
     folder = Path(config).parent
-    names = {*TOKENIZER_FILES, *tokenizer.vocab_files_names.values()}
-    return {name: (folder / name).read_bytes() for name in sorted(names) if (folder / name).is_file()}
+    found = {}
+    for name in sorted({*TOKENIZER_FILES, *tokenizer.vocab_files_names.values()}):
+        if (folder / name).is_file():
+            found[name] = (folder / name).read_bytes()
+    return found
 
 
 def is_same(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
     """Whether two tokenizers have the same tokens, special tokens and chat template."""
-    first, second = ((part.get_vocab(), part.special_tokens_map, part.chat_template) for part in (one, other))
-    return first == second
+    if one.get_vocab() != other.get_vocab():
+        return False
+    return one.special_tokens_map == other.special_tokens_map and one.chat_template == other.chat_template
 
 
 def left_out(flags: Json) -> str:
@@ -112,8 +127,9 @@ def left_out(flags: Json) -> str:
 
 def set_template(files: dict[str, bytes], template: str) -> None:
     """Makes `template` the only chat template of a folder, wherever a reader looks for one."""
-    for name in [name for name in files if name.startswith(f"{CHAT_TEMPLATE_DIR}/")]:
-        del files[name]
+    for name in [*files]:
+        if name.startswith(f"{CHAT_TEMPLATE_DIR}/"):
+            del files[name]
     files[CHAT_TEMPLATE_FILE] = template.encode()
     if LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE in files:
         files[LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE] = json.dumps({"chat_template": template}, indent=2).encode()

@@ -30,10 +30,15 @@ def check_replaceable(out: Path, reads_all: bool = True) -> None:
         if os.path.lexists(beside) and not is_marked(beside):
             raise ValueError(f"{beside} is in the way, and has no {MARK}: move it away, or delete it if an earlier "
                              f"version of this project left it there")
-    if out.is_symlink() or (out.exists() and not out.is_dir()):
-        kind = "symbolic link" if out.is_symlink() else "file"
+    kind = ""
+    if out.is_symlink():
+        kind = "symbolic link"
+    elif out.exists() and not out.is_dir():
+        kind = "file"
+    if kind:
         raise ValueError(f"{out} is a {kind}, which would be replaced: move it away, or name another folder")
-    if wrong := not_as_written(out, reads_all):
+    wrong = not_as_written(out, reads_all)
+    if wrong:
         raise ValueError(f"{out} would be replaced, and {wrong}: move it away, or name another folder")
 
 
@@ -44,13 +49,17 @@ def hidden(out: Path) -> list[Path]:
 
 def is_marked(folder: Path) -> bool:
     """Whether a hidden folder is one that an export left, perhaps while it made it."""
-    return folder.is_dir() and not folder.is_symlink() and ((folder / MARK).is_file() or not any(folder.iterdir()))
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    if (folder / MARK).is_file():
+        return True
+    return not any(folder.iterdir())
 
 
 def not_as_written(folder: Path, reads_all: bool = True) -> str:
     """What in a Hugging Face folder is not as this project wrote it, in words; "" also for one that is empty or not
     there."""
-    present = [path for path in sorted(folder.rglob("*")) if path.is_symlink() or not path.is_dir()]
+    present = all_but_folders(folder)
     if not present:
         return ""
     files = read_manifest(folder, MARK).get("files")
@@ -59,10 +68,13 @@ def not_as_written(folder: Path, reads_all: bool = True) -> str:
         return f"has no {MARK}, in which this version names the files that it wrote ({first} is there)"
     for path in present:
         name = str(path.relative_to(folder))
-        if name != MARK and (name not in files or not path.is_file() or path.is_symlink()):
+        if name == MARK:
+            continue
+        if name not in files or not path.is_file() or path.is_symlink():
             return f"has {name}, which was not written with it"
-        if name != MARK and (path.stat().st_size != files[name]["size"]
-                             or (reads_all and crc32(path) != files[name]["crc32"])):
+        if path.stat().st_size != files[name]["size"]:
+            return f"its {name} was changed since it was written"
+        if reads_all and crc32(path) != files[name]["crc32"]:
             return f"its {name} was changed since it was written"
     return ""
 
@@ -70,7 +82,8 @@ def not_as_written(folder: Path, reads_all: bool = True) -> str:
 def check_run_folder(args: Any) -> None:
     """Raises ValueError if this run would replace what it did not write, or a model that it reads. `args`: the flags of
     a script. Call it before anything is written."""
-    run_dir, model = Path(args.run_dir), Path(args.run_dir) / "model"
+    run_dir = Path(args.run_dir)
+    model = run_dir / "model"
     for name in (LOCK, *FILES):
         if (run_dir / name).is_symlink():
             raise ValueError(f"--run-dir {run_dir}: {name} is a symbolic link, whose target would be overwritten; no "
@@ -78,11 +91,12 @@ def check_run_folder(args: Any) -> None:
     if (run_dir / LOCK).exists():
         if not HOLDER.fullmatch(read_regular(run_dir / LOCK, 10_000)):
             raise ValueError(f"--run-dir {run_dir}: {LOCK} is not of a run: choose another --run-dir")
-    elif any(read_checkpoint(path.parent) for path in run_dir.glob(f"checkpoints/step_*/{MANIFEST}")):
-        pass  # a run's folder that was copied without its hidden files
-    elif found := [path.name for path in sorted(run_dir.glob("*")) if OF_A_RUN.fullmatch(path.name)]:
-        raise ValueError(f"--run-dir {run_dir} has {found[0]}, which a run would overwrite, and no {LOCK}, which every "
-                         f"run writes first: choose another --run-dir; if a run made it, `touch {run_dir / LOCK}`")
+    elif not has_checkpoints(run_dir):          # one that was copied without its hidden files has
+        found = [path.name for path in sorted(run_dir.glob("*")) if OF_A_RUN.fullmatch(path.name)]
+        if found:
+            raise ValueError(f"--run-dir {run_dir} has {found[0]}, which a run would overwrite, and no {LOCK}, which "
+                             f"every run writes first: choose another --run-dir; if a run made it, `touch "
+                             f"{run_dir / LOCK}`")
     if args.save.hf == "never":
         return
     for flag, value in flags_of(args).items():
@@ -93,11 +107,27 @@ def check_run_folder(args: Any) -> None:
     check_replaceable(model, reads_all=False)
 
 
+def has_checkpoints(run_dir: Path) -> bool:
+    manifests = run_dir.glob(f"checkpoints/step_*/{MANIFEST}")
+    return any(read_checkpoint(path.parent) for path in manifests)
+
+
 def paths_in(value: Any) -> list[Path]:
     """What the texts of a flag may name, without links: PATH, or NAME=PATH."""
-    texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
-    return [Path(os.path.realpath(name)) for text in texts for name in {text, text.rpartition("=")[2]}
-            if name and "\0" not in name]
+    entries = value if isinstance(value, list) else [value]
+    found = []
+    for text in entries:
+        if not isinstance(text, str):
+            continue
+        for name in {text, text.rpartition("=")[2]}:
+            if name and "\0" not in name:
+                found.append(Path(os.path.realpath(name)))
+    return found
+
+
+def all_but_folders(folder: Path) -> list[Path]:
+    """Files, and links of any kind, in a folder and below it, sorted."""
+    return [path for path in sorted(folder.rglob("*")) if path.is_symlink() or not path.is_dir()]
 
 
 def remove_checkpoint(folder: Path) -> None:
@@ -106,11 +136,16 @@ def remove_checkpoint(folder: Path) -> None:
         remove(folder)
         return
     own = read_checkpoint(folder).get("files", {})
-    files = [path for path in sorted(folder.rglob("*")) if path.is_symlink() or not path.is_dir()]
-    names = {path: str(path.relative_to(folder)) for path in files}
-    others = {path: name for path, name in names.items() if name not in own and not OF_A_CHECKPOINT.fullmatch(name)
-              and (own or not name.startswith("hf/"))}          # a kill may have removed the manifest already
-    kept = folder.with_name(f"other_files_{''.join(filter(str.isdigit, folder.name))}")
+    others: dict[Path, str] = {}
+    for path in all_but_folders(folder):
+        name = str(path.relative_to(folder))
+        if name in own or OF_A_CHECKPOINT.fullmatch(name):
+            continue
+        if not own and name.startswith("hf/"):                  # a kill may have removed the manifest already
+            continue
+        others[path] = name
+    step = "".join(filter(str.isdigit, folder.name))
+    kept = folder.with_name(f"other_files_{step}")
     for path, name in others.items():
         if (kept / name).exists():
             print(f"{folder} is not removed: {name} in it is of no run, and {kept} has one already", flush=True)

@@ -21,7 +21,9 @@ def open_run_folder(run_dir: str, world: World) -> None:
     Raises ValueError if it cannot be written, is not the same folder for all ranks, or is in use by another run."""
     written = on_main(world, lambda: lock(run_dir))
     path = Path(run_dir).resolve() / LOCK
-    found = world.is_main or (path.is_file() and path.read_text() == written)   # closing it would end rank 0's lock
+    found = True                                                # closing the file would end rank 0's own lock
+    if not world.is_main:
+        found = path.is_file() and path.read_text() == written
     blind = [rank for rank, finds in enumerate(all_gather_objects(found)) if not finds]
     if blind:
         raise ValueError(f"--run-dir {run_dir} is another folder for rank(s) {blind} than for rank 0: it must "
@@ -40,7 +42,8 @@ def lock(run_dir: str) -> str:
                          f"makes one: choose another --run-dir")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = HELD[path] = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        HELD[path] = file
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not HOLDER.fullmatch(os.read(file, 10_000)):
             raise ValueError(f"--run-dir {run_dir}: {LOCK} is not of a run: choose another --run-dir")
@@ -69,7 +72,10 @@ def check_holder(run_dir: Path) -> None:
     if path not in HELD or not path.exists():
         return
     is_same_file = os.path.samestat(path.stat(), os.fstat(HELD[path]))
-    found = os.pread(HELD[path], 1000, 0).decode() if is_same_file else path.read_text()
+    if is_same_file:                                            # closing it again would end the lock
+        found = os.pread(HELD[path], 1000, 0).decode()
+    else:
+        found = path.read_text()
     if found != holder():
         raise ValueError(f"--run-dir {run_dir} is in use by {found.strip() or 'another process'} too, which started "
                          f"later and goes on: a file system without locks needs a --run-dir for each run")
@@ -82,4 +88,6 @@ def finished(args: Any) -> str:
     if any(text.startswith("--total-") for text in changed):
         return ""
     said = f"{args.run_dir} is finished. Nothing was changed"
-    return f"{said}; other flags now: {'; '.join(changed)}" if changed else said
+    if changed:
+        said += f"; other flags now: {'; '.join(changed)}"
+    return said

@@ -23,9 +23,17 @@ def flags_of(args: Any) -> dict[str, Any]:
     """Nested flag dataclasses -> {"--optim.lr": 1e-6, ..., "script": "grpo.py"}, plain JSON without secrets."""
     flat: dict[str, Any] = {}
     for name, value in dataclasses.asdict(args).items():
-        flat |= {f"{name}.{key}": entry for key, entry in value.items()} if isinstance(value, dict) else {name: value}
-    flat = {f"--{name.replace('_', '-').rstrip('-')}": value for name, value in flat.items()}   # async_ -> async
-    return redacted(json.loads(json.dumps(flat, default=str))) | {"script": Path(sys.argv[0]).name}
+        if isinstance(value, dict):
+            for key, entry in value.items():
+                flat[_flag(f"{name}.{key}")] = entry
+        else:
+            flat[_flag(name)] = value
+    as_json = json.loads(json.dumps(flat, default=str))
+    return redacted(as_json) | {"script": Path(sys.argv[0]).name}
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-").rstrip("-")            # async_ -> --async
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -60,4 +68,5 @@ def redacted(value: Any, named_secret: bool = False) -> Any:
 
 def _names_a_secret(name: str) -> bool:
     # --answer-key names an entry of the data: as one word, it is no key
-    return not NAMES.isdisjoint(word.lower() for word in re.findall(r"answer.key|[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name))
+    words = re.findall(r"answer.key|[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)
+    return not NAMES.isdisjoint(word.lower() for word in words)

@@ -36,11 +36,16 @@ class Watchdog:
         self.signal = 0
         """The number of the first stop signal, 0: none yet."""
         self.rank = os.environ.get("RANK", "0")
-        self.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        self.launcher: int | None = None
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            self.launcher = os.getppid()
         self.seconds = 0.0  # that this process has run: no clock, because Slurm or Ctrl-Z may suspend it
         self.silent_s = SILENT_S if timeout_s else float("inf")  # without a report a rank is gone after this
         self.phase("setup")
-        self.watched = [*map(str, range(int(os.environ.get("WORLD_SIZE", "1"))))] if self.rank == "0" else ["0"]
+        self.watched = ["0"]                                    # ranks, as keys of the store
+        if self.rank == "0":
+            num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+            self.watched = [str(rank) for rank in range(num_ranks)]
         self.heard: dict[str, float] = {}
         """The last report of each watched rank that has not left, and `seconds` when it came."""
         self.leaving = threading.Event()
@@ -54,7 +59,7 @@ class Watchdog:
 
     def phase(self, name: str) -> None:
         """Begin a phase and its time limit; a report of a hang prints `name`."""
-        self.current = name, self.seconds
+        self.current = (name, self.seconds)
 
     def watch(self, store) -> None:
         """The ranks have met: from now on each one reports its phase to the job's `store` once a second, and ends if
@@ -84,52 +89,77 @@ class Watchdog:
             while not self.leaving.wait(1.0):
                 self.store.set(self.rank, f"[rank {self.rank}] in phase {self.current[0]!r} at {time.ctime()}")
                 if self.store.check(self.watched):  # all of them have begun
-                    reports = map(bytes.decode, self.store.multi_get(self.watched))
-                    self.heard = {it: self.heard.get(it, self.seconds) for it in reports if not it.endswith(": left")}
+                    self._hear(self.store.multi_get(self.watched))
             self.store.multi_set([self.rank, f"left {self.rank}"], [f"rank {self.rank}: {self.last_report}", ""])
             self.store.wait([f"left {rank}" for rank in self.watched if rank != "0"])
         except RuntimeError:
             self.silent_s = 0.0  # the store is gone, with torchrun or rank 0
 
+    def _hear(self, reports: list[bytes]) -> None:
+        """Note when each of the reports came: one that is as before came before."""
+        heard = {}
+        for report in map(bytes.decode, reports):
+            if not report.endswith(": left"):
+                heard[report] = self.heard.get(report, self.seconds)
+        self.heard = heard
+
     def _run(self, pipe: int) -> None:
         while True:
             ready, _, _ = select.select([pipe], [], [], 0.5)
-            self.seconds += 0.0 if ready else 0.5
+            if not ready:
+                self.seconds += 0.5
             phase, begin = self.current
-            for number in os.read(pipe, 64) if ready else b"":
-                if number in STOP_SIGNALS:
-                    self._on_signal(number)
+            if ready:
+                for number in os.read(pipe, 64):
+                    if number in STOP_SIGNALS:
+                        self._on_signal(number)
             if self.launcher is not None and os.getppid() != self.launcher:
                 self._end(f"torchrun is gone, in phase {phase!r}", 1)
             if 0 < self.timeout_s < self.seconds - begin:
                 self._end(f"phase {phase!r} takes longer than --save.timeout-s {self.timeout_s:g}", HANG_EXIT_CODE)
-            # the cause comes first: of two that were heard of at the same time, the one that said nothing at its end
-            when, report = min(((when, report) for report, when in self.heard.items()), default=(self.seconds, ""))
-            # a rank in a setup may be silent for longer: the import of a package from a slow disk keeps Python's lock
-            in_setup = "in phase 'setup" in report and self.silent_s >= SILENT_S
-            # the process that made a last report has some seconds to end, so that torchrun's own report names it
-            limit = 4.0 if report[:4] == "rank" else 15 * self.silent_s if in_setup else self.silent_s
-            if not self.leaving.is_set() and self.seconds - when > limit:
-                self._end(f"another rank ended, in phase {phase!r}. Its last report: {report}", 1)
+            heard = self.heard                                  # the reporter replaces it
+            if heard and not self.leaving.is_set():
+                # the cause comes first: of two that were heard of at the same time, the one that said nothing
+                # at its end
+                report = min(heard, key=lambda report: (heard[report], report))
+                if self.seconds - heard[report] > self._limit(report):
+                    self._end(f"another rank ended, in phase {phase!r}. Its last report: {report}", 1)
+
+    def _limit(self, report: str) -> float:
+        """Seconds after which a rank with this last report is gone."""
+        if report.startswith("rank"):
+            return 4.0  # the process that made a last report has them to end, so that torchrun's own report names it
+        if "in phase 'setup" in report and self.silent_s >= SILENT_S:
+            return 15 * self.silent_s  # the import of a package from a slow disk keeps Python's lock
+        return self.silent_s
 
     def _on_signal(self, number: int) -> None:
         if self.signal == signal.SIGINT == number:
             os._exit(128 + number)
-        by_torchrun = number == signal.SIGTERM and not self.signal and self.launcher is not None
-        if by_torchrun and len(psutil.Process(self.launcher).children()) < int(os.environ["LOCAL_WORLD_SIZE"]):
-            # It has reaped a rank that ended with an error. Those that are left can reach no safe point.
+        is_first = not self.signal
+        if number == signal.SIGTERM and is_first and self._has_lost_a_rank():
+            # Those that are left can reach no safe point.
             if not self.heard or self.leaving.is_set():
                 self._end(f"another rank ended, in phase {self.current[0]!r}", 1)
             self.silent_s = 4.0  # then its silence tells which rank it was
             return
-        if not self.signal and self.rank == "0":
+        if is_first and self.rank == "0":
             sys.stderr.write(f"{signal.Signals(number).name}: stopping at the next micro-batch, to save what is done\n")
-        self.signal = self.signal or number
+        if is_first:
+            self.signal = number
+
+    def _has_lost_a_rank(self) -> bool:
+        """Whether torchrun has reaped a rank that ended with an error."""
+        if self.launcher is None:
+            return False
+        num_left = len(psutil.Process(self.launcher).children())
+        return num_left < int(os.environ["LOCAL_WORLD_SIZE"])
 
     def _end(self, why: str, code: int) -> None:
         if code == HANG_EXIT_CODE:
-            stacks = ["".join(traceback.format_stack(frame)) for frame in sys._current_frames().values()]
-            why += "; all Python stacks:\n" + "\n".join(stacks)
+            why += "; all Python stacks:"
+            for frame in sys._current_frames().values():
+                why += "\n" + "".join(traceback.format_stack(frame))
         print(f"[rank {self.rank}] {why}\n", end="", file=sys.stderr, flush=True)  # one write: reports do not mix
         if code == HANG_EXIT_CODE:
             time.sleep(min(30.0, self.timeout_s))  # so that each rank shows its stacks before one leaves

@@ -36,8 +36,10 @@ def tensors_of(parts: Parts) -> dict[str, Tensor]:
         for name, parameter in module.named_parameters():
             if parameter.requires_grad == is_trained or parameter in optimizer.state:   # it may be frozen only now
                 found[f"{part}.model.{name}"] = parameter.detach()
-            found |= {f"{part}.optim.{name}.{key}": x for key, x in optimizer.state.get(parameter, {}).items()}
-        found |= {f"{part}.buffer.{name}": buffer for name, buffer in saved_buffers(module).items()}
+            for key, value in optimizer.state.get(parameter, {}).items():
+                found[f"{part}.optim.{name}.{key}"] = value
+        for name, buffer in saved_buffers(module).items():
+            found[f"{part}.buffer.{name}"] = buffer
     return found
 
 
@@ -53,7 +55,8 @@ def load_parts(parts: Parts, folder: Path, rank: int = 0) -> None:
         optimizer.step()
         optimizer.zero_grad()
     tensors = tensors_of(parts)
-    if differing := sorted(name for name in tensors.keys() ^ stored.keys() if ".optim." in name):
+    differing = sorted(name for name in tensors.keys() ^ stored.keys() if ".optim." in name)
+    if differing:
         raise ValueError(f"{folder} and this run have other moments, {differing[0]} for example: --optim.kind (and "
                          f"--critic-optim.kind) and, with adamw-8bit and experts, ranks and --policy.expert-parallel "
                          f"must be those of the run that saved it")
@@ -62,14 +65,20 @@ def load_parts(parts: Parts, folder: Path, rank: int = 0) -> None:
 
 def save_shards(tensors: dict[str, Tensor], folder: Path, rank: int) -> None:
     """Writes this rank's files. All ranks have the same tensors in the same order."""
-    entries = {name: {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch."),
-                      "start": [own.start for own in shard_slice(tensor)]} for name, tensor in tensors.items()}
-    shards = {name: local(tensor).contiguous() for number, (name, tensor) in enumerate(tensors.items())
-              if stores(number, tensor)}
+    entries = {}
+    shards = {}
+    for number, (name, tensor) in enumerate(tensors.items()):
+        start = [own.start for own in shard_slice(tensor)]
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        entries[name] = {"shape": list(tensor.shape), "dtype": dtype, "start": start}
+        if stores(number, tensor):
+            shards[name] = local(tensor).contiguous()
     folder.mkdir(parents=True, exist_ok=True)
-    num_files = 1 + sum(shard.nbytes for shard in shards.values()) // FILE_BYTES
+    num_bytes = sum(shard.nbytes for shard in shards.values())
+    num_files = 1 + num_bytes // FILE_BYTES
+    names = [*shards]
     for number in range(num_files):
-        part = {name: shards[name] for name in [*shards][number::num_files]}
+        part = {name: shards[name] for name in names[number::num_files]}
         save_file(part, folder / FILE.format(rank, number), {"entries": json.dumps(entries)})
 
 
@@ -98,11 +107,15 @@ def load_shards(tensors: dict[str, Tensor], files: Iterable[tuple[safe_open, dic
 def copy_common(tensor: Tensor, stored: Any, start: list[int]) -> int:
     """Copies into this rank's shard of a tensor what it has in common with a stored one, which begins at `start`.
     Returns the number of elements."""
-    own = shard_slice(tensor)
-    common = [slice(max(mine.start, first), min(mine.stop, first + size))
-              for mine, first, size in zip(own, start, stored.get_shape(), strict=True)]
-    if any(part.start >= part.stop for part in common):
-        return 0
-    into = local(tensor)[tuple(slice(c.start - mine.start, c.stop - mine.start) for c, mine in zip(common, own))]
-    into.copy_(stored[tuple(slice(c.start - first, c.stop - first) for c, first in zip(common, start))])
-    return into.numel()
+    into: list[slice] = []                                      # in this rank's shard
+    taken: list[slice] = []                                     # in the stored one
+    for mine, first, size in zip(shard_slice(tensor), start, stored.get_shape(), strict=True):
+        begin = max(mine.start, first)
+        end = min(mine.stop, first + size)
+        if begin >= end:
+            return 0
+        into.append(slice(begin - mine.start, end - mine.start))
+        taken.append(slice(begin - first, end - first))
+    target = local(tensor)[tuple(into)]
+    target.copy_(stored[tuple(taken)])
+    return target.numel()

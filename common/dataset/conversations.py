@@ -29,6 +29,8 @@ from envs.runtime.template import check_tokens, encode_plain, end_of, special_to
 
 Piece = tuple[str, bool]
 """Text, and whether it is an answer that is trained on."""
+Encoded = tuple[list[int], list[bool]]
+"""The tokens of a conversation, and its mask."""
 SCHEMA = pa.schema({"tokens": pa.list_(pa.int32()), "mask": pa.list_(pa.bool_()), "margin": pa.float64()})
 """Of a sequence. `margin`: of its row, where the row has one (rm.py)."""
 
@@ -45,12 +47,15 @@ def check_supervised(args: Any) -> None:
     """Refuse flags of a script that does not sample and that cannot work, before anything heavy."""
     check_at_least(1, {"--rows-per-step": args.rows_per_step, "--total-steps": args.total_steps})
     check_at_least(0, {"--max-tokens-per-gpu": args.max_tokens_per_gpu})
+    defaults = type(args.log)()
     for name in ("rollouts_every", "rollouts_max"):
-        if vars(args.log)[name] != vars(type(args.log)())[name]:
-            raise ValueError(f"--log.{name.replace('_', '-')} {vars(args.log)[name]}: there are no rollouts here")
+        value = vars(args.log)[name]
+        if value != vars(defaults)[name]:
+            raise ValueError(f"--log.{name.replace('_', '-')} {value}: there are no rollouts here")
     if args.policy.router_replay != "none":
         raise ValueError("--policy.router-replay: there are no log-probs of an old policy here, set it to none")
-    if args.data.max_length > (longest := context_length(read_config(args.model, args.policy))):
+    longest = context_length(read_config(args.model, args.policy))
+    if args.data.max_length > longest:
         raise ValueError(f"--data.max-length {args.data.max_length} exceeds the model's context of {longest} tokens")
 
 
@@ -58,7 +63,8 @@ class ConversationSet:
     """Rows of `per_row` sequences each. Sequence i of row r has the number r * per_row + i."""
 
     def __init__(self, table: pa.Table, loaded: Loaded, per_row: int):
-        self.loaded, self.per_row = loaded, per_row
+        self.loaded = loaded
+        self.per_row = per_row
         self.tokens, self.mask, self.margin = table.columns                                     # by number
         self.lengths = pc.list_value_length(self.tokens).to_numpy().astype(np.int64)
 
@@ -67,20 +73,29 @@ class ConversationSet:
 
     def sequences(self, rows: Sequence[int]) -> np.ndarray:
         """The numbers of the sequences of these rows: [len(rows) * per_row]."""
-        return (np.array(rows)[:, None] * self.per_row + np.arange(self.per_row)).flatten()
+        first = np.array(rows)[:, None] * self.per_row                                          # [rows, 1]
+        return (first + np.arange(self.per_row)).flatten()
 
     def minibatch(self, rows: Sequence[int], hf_config: PretrainedConfig, world: World, max_tokens: int) -> Minibatch:
         """This rank's share of these rows, packed. No data travels between ranks: every rank has the files.
         `Batch.index` is the place in `sequences(rows)`."""
         numbers = self.sequences(rows)
-        sequences = Sequences(self.lengths[numbers], sequence_cost(self.lengths[numbers], hf_config))
+        lengths = self.lengths[numbers]
+        sequences = Sequences(lengths, sequence_cost(lengths, hf_config))
         plan = plan_step(sequences, 1, world.size, max_tokens, seed=0, group_size=world.group_size)
         mine = np.flatnonzero(plan.rank == world.rank).tolist()
-        tokens, masks = ([array[numbers[i]].as_py() for i in mine] for array in (self.tokens, self.mask))
-        first, rest, masks = [x[:1] for x in tokens], [x[1:] for x in tokens], [x[1:] for x in masks]
-        batch = Batch.build(first, rest, index=mine, masks=masks).to(world.device)
-        return Minibatch([batch.microbatch(shares[world.rank]) for shares in plan.minibatches[0]],
-                         torch.zeros(len(numbers), dtype=torch.float64))
+        prompts: list[list[int]] = []       # a sequence is a prompt of one token and a response
+        responses: list[list[int]] = []
+        masks: list[list[bool]] = []
+        for i in mine:
+            tokens = self.tokens[numbers[i]].as_py()
+            mask = self.mask[numbers[i]].as_py()
+            prompts.append(tokens[:1])
+            responses.append(tokens[1:])
+            masks.append(mask[1:])
+        batch = Batch.build(prompts, responses, index=mine, masks=masks).to(world.device)
+        microbatches = [batch.microbatch(shares[world.rank]) for shares in plan.minibatches[0]]
+        return Minibatch(microbatches, torch.zeros(len(numbers), dtype=torch.float64))
 
 
 @dataclass
@@ -105,26 +120,46 @@ def load_conversations(files: Sequence[str], tokenizer, stops: list[int], config
     def encode_row(row: dict[str, Any], loaded: Loaded) -> list[dict[str, Any]]:
         parsed = parser.parse(row, tokenizer, template)
         # in plain texts the end token of an answer is not the row's own
-        texts = [text.removesuffix(tokenizer.eos_token or "") if own else text for text, own in chain(*parsed)]
+        end = tokenizer.eos_token or ""
+        texts = []
+        for text, is_answer in chain(*parsed):
+            texts.append(text.removesuffix(end) if is_answer else text)
         loaded.note_special("\n".join(texts), tokenizer, is_plain=template is None)
-        encoded = [encode(pieces, tokenizer, template, stops, config.max_length) for pieces in parsed]
-        if parser.padding is not None:
-            encoded = [without_padding(*one, parser.padding) for one in encoded]
+        encoded: list[Encoded] = []
+        for pieces in parsed:
+            tokens, mask = encode(pieces, tokenizer, template, stops, config.max_length)
+            if parser.padding is not None:
+                tokens, mask = without_padding(tokens, mask, parser.padding)
+            encoded.append((tokens, mask))
         check_tokens([*chain(*(tokens for tokens, _ in encoded))], tokenizer, embedded)
         if any(len(tokens) > config.max_length for tokens, _ in encoded):
-            encoded = [(tokens[: config.max_length], mask[: config.max_length]) for tokens, mask in encoded]
-            # nothing may be left of an answer, or of what two answers differ in
-            if config.on_long_row == "filter" or not all(any(own) for _, own in encoded) or encoded[1:] == encoded[:1]:
+            shortened = truncated(encoded, config.max_length)
+            if config.on_long_row == "filter" or shortened is None:
                 loaded.num_filtered += 1
                 return []
+            encoded = shortened
             loaded.num_truncated += 1
-        return [{"tokens": tokens, "mask": mask, "margin": row.get("margin")} for tokens, mask in encoded]
+        rows = []
+        for tokens, mask in encoded:
+            rows.append({"tokens": tokens, "mask": mask, "margin": row.get("margin")})
+        return rows
 
     form = RowFormat(config, ("--data.max-length", config.max_length), SCHEMA, parser.columns, encode_row)
     return ConversationSet(*load_rows(files, form), parser.per_row)
 
 
-def without_padding(tokens: list[int], mask: list[bool], padding: int) -> tuple[list[int], list[bool]]:
+def truncated(encoded: list[Encoded], length: int) -> list[Encoded] | None:
+    """A row's conversations, cut to this length. None: nothing is left of an answer, or of what two differ in."""
+    found: list[Encoded] = []
+    for tokens, mask in encoded:
+        found.append((tokens[:length], mask[:length]))
+        if not any(mask[:length]):
+            return None
+    are_same = found[1:] == found[:1]
+    return None if are_same else found
+
+
+def without_padding(tokens: list[int], mask: list[bool], padding: int) -> Encoded:
     """The same without padding before the last token."""
     end = end_of(tokens[:-1], padding)
     return [*tokens[:end], tokens[-1]], [*mask[:end], mask[-1]]
@@ -132,7 +167,8 @@ def without_padding(tokens: list[int], mask: list[bool], padding: int) -> tuple[
 
 def beginning(pieces: list[Piece], limit: int, tokenizer, end: int) -> list[Piece]:
     """The pieces, or their beginning with more than `limit` tokens. An answer that is cut has the token `end`, too."""
-    lengths, kept = lengths_of(tokenizer), []
+    lengths = lengths_of(tokenizer)
+    kept: list[Piece] = []
     for text, is_answer in pieces:
         first = lengths.part(text, limit)
         if is_answer and first != text:
@@ -145,22 +181,29 @@ def beginning(pieces: list[Piece], limit: int, tokenizer, end: int) -> list[Piec
 
 
 def encode(pieces: list[Piece], tokenizer, template: dict[str, Any] | None, stops: list[int],
-           limit: int = sys.maxsize) -> tuple[list[int], list[bool]]:
+           limit: int = sys.maxsize) -> Encoded:
     """Encodes each piece separately, by `encode_after`. The mask includes an answer's end token, not the template's
     text after it. Of more than `limit` tokens, some at the end may be left out."""
-    tokens, mask = [], []
+    tokens: list[int] = []
+    mask: list[bool] = []
     for text, is_answer in beginning(pieces, limit, tokenizer, stops[0]):
         if tokens:
             new = encode_after(tokens, text, tokenizer)
+        elif template is None:
+            new = encode_plain(text, tokenizer)
         else:
-            new = encode_plain(text, tokenizer) if template is None else special_tokens(tokenizer).encode(text)
-        # the first one: there the model would stop, and Phi-3's template adds another one after the conversation
-        end = min((n + 1 for n, token in enumerate(new) if token in stops), default=0) if is_answer else 0
-        if is_answer and not end:
-            raise ValueError(f"the chat template puts no end token ({tokenizer.decode(stops)}) after an answer: the "
-                             f"model would not learn to stop; --data.chat-template-file FILE names another")
+            new = special_tokens(tokenizer).encode(text)
+        num_trained = 0
+        if is_answer:
+            # up to the first end: there the model would stop, and Phi-3's template adds another one after the
+            # conversation
+            ends = [n for n, token in enumerate(new) if token in stops]
+            if not ends:
+                raise ValueError(f"the chat template puts no end token ({tokenizer.decode(stops)}) after an answer: "
+                                 f"the model would not learn to stop; --data.chat-template-file FILE names another")
+            num_trained = ends[0] + 1
         tokens += new
-        mask += [n < end for n in range(len(new))]
+        mask += [n < num_trained for n in range(len(new))]
     return tokens, mask
 
 
@@ -169,8 +212,11 @@ def encode_after(tokens: list[int], text: str, tokenizer) -> list[int]:
     that is encoded alone (Llama 2, Mistral), so the last token's text comes first here, unless it joins with `text`."""
     last = tokenizer.decode(tokens[-1:])
     encode_text = special_tokens(tokenizer).encode
-    first, both = encode_text(last), encode_text(last + text)
-    return both[len(first) :] if both[: len(first)] == first else encode_text(text)
+    first = encode_text(last)
+    both = encode_text(last + text)
+    if both[: len(first)] != first:
+        return encode_text(text)
+    return both[len(first) :]
 
 
 def check_turns(prompt: list[dict[str, Any]], answer: list[dict[str, Any]]) -> None:
@@ -183,11 +229,18 @@ def check_turns(prompt: list[dict[str, Any]], answer: list[dict[str, Any]]) -> N
 def parse_pair(row: dict[str, Any]) -> list[list[dict[str, Any]]]:
     """The chosen and the rejected conversation of a preference row, each with the messages of its `prompt`. Raises
     ValueError for a bad row."""
-    prompt = [] if row.get("prompt") is None else parse_messages(row["prompt"], "prompt")
-    pair = [parse_messages(row.get(name), name, "assistant") for name in ("chosen", "rejected")]
-    check_turns(prompt, pair[0])
-    check_turns(prompt, pair[1])
-    return [messages if messages[: len(prompt)] == prompt else [*prompt, *messages] for messages in pair]
+    prompt: list[dict[str, Any]] = []
+    if row.get("prompt") is not None:
+        prompt = parse_messages(row["prompt"], "prompt")
+    chosen = parse_messages(row.get("chosen"), "chosen", "assistant")
+    rejected = parse_messages(row.get("rejected"), "rejected", "assistant")
+    check_turns(prompt, chosen)
+    check_turns(prompt, rejected)
+    conversations = []
+    for messages in (chosen, rejected):
+        has_prompt = messages[: len(prompt)] == prompt
+        conversations.append(messages if has_prompt else [*prompt, *messages])
+    return conversations
 
 
 def pieces_of(messages: list[dict[str, str]], num_given: int, tokenizer,
@@ -195,14 +248,20 @@ def pieces_of(messages: list[dict[str, str]], num_given: int, tokenizer,
     """The text of a conversation in pieces: what comes before an answer (False), the answer (True), and so on. The
     first `num_given` messages are not trained on. Only what is new is rendered and encoded, as in an episode: what
     stands before an answer must be the beginning of what stands after it. So the tokens are as a model samples them."""
-    answers = [i for i, x in enumerate(messages) if i >= num_given and x["role"] == "assistant"]
+    answers = []
+    for i, message in enumerate(messages):
+        if i >= num_given and message["role"] == "assistant":
+            answers.append(i)
     if not answers or answers[0] == 0:
         raise ValueError("there must be an answer (a message of the role assistant), and a message before it")
     if template is None:
         if answers != [len(messages) - 1]:
             raise ValueError("--data.template plain knows no turns: the last message, and no other, must be an answer")
-        return [(render(messages[:-1], tokenizer, None), False), (messages[-1]["content"] + tokenizer.eos_token, True)]
-    pieces, done = [], ""
+        prompt = render(messages[:-1], tokenizer, None)
+        answer = messages[-1]["content"] + tokenizer.eos_token
+        return [(prompt, False), (answer, True)]
+    pieces: list[Piece] = []
+    done = ""
     for i in answers:
         before = render(messages[:i], tokenizer, template)
         after = render(messages[: i + 1], tokenizer, template, is_prompt=False)

@@ -4,7 +4,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -31,13 +31,18 @@ class Images:
 
     def pixels(self) -> dict[str, Tensor]:
         """The model's inputs besides tokens."""
-        made = [inputs_of(file, self.model)[1] for file in self.files]
-        return {name: torch.cat([of_file[name] for of_file in made]) for name in made[0]}
+        parts: dict[str, list[Tensor]] = {}
+        for file in self.files:
+            _, inputs = inputs_of(file, self.model)
+            for name, values in inputs.items():
+                parts.setdefault(name, []).append(values)
+        return {name: torch.cat(of_files) for name, of_files in parts.items()}
 
     def engine_tokens(self, tokens: Sequence[int]) -> list[int]:
         """Tokens as the model sees them -> with one placeholder an image. Placeholders after the images stay."""
         placeholder, num_before, num_after = frame_of(self.model)
-        found, at = [], 0
+        found: list[int] = []
+        at = 0
         for _ in self.files:
             first = tokens.index(placeholder, at)
             end = next(t for t in range(first, len(tokens)) if tokens[t] != placeholder)
@@ -52,7 +57,8 @@ def inputs_of(file: bytes, model: str) -> tuple[list[int], dict[str, Tensor]]:
     processor, _ = load_processor(model)
     made = processor(text=[processor.image_token], images=decode([file]), add_special_tokens=False,
                      return_tensors="pt")
-    return made["input_ids"][0].tolist(), {name: made[name] for name in processor.image_processor.model_input_names}
+    others = {name: made[name] for name in processor.image_processor.model_input_names}
+    return made["input_ids"][0].tolist(), others
 
 
 @cache
@@ -72,7 +78,14 @@ def expand(tokens: Sequence[int], files: Sequence[bytes], model: str) -> list[in
         raise ValueError(f"{tokens.count(placeholder)} places of images in the text, and {len(files)} images")
     check_size(files)
     left = iter(files)
-    return [*chain(*(inputs_of(next(left), model)[0] if token == placeholder else [token] for token in tokens))]
+    expanded: list[int] = []
+    for token in tokens:
+        if token == placeholder:
+            of_image, _ = inputs_of(next(left), model)
+            expanded += of_image
+        else:
+            expanded.append(token)
+    return expanded
 
 
 def show(file: bytes, model: str) -> list[int]:
@@ -88,7 +101,10 @@ def check_sequence(tokens: Sequence[int], files: Sequence[bytes], model: str) ->
         return
     check_size(files)
     placeholder, *_ = frame_of(model)
-    num_runs = sum(token == placeholder != before for before, token in pairwise([None, *tokens]))
+    num_runs = 0                                                        # of placeholders that follow each other
+    for before, token in pairwise([None, *tokens]):
+        if token == placeholder and before != placeholder:
+            num_runs += 1
     if num_runs != len(files):
         raise ValueError(f"the model wrote its own token of an image ({num_runs} places, {len(files)} images): an "
                          f"episode with images cannot go on after it")

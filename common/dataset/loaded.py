@@ -35,13 +35,21 @@ class Loaded:
     def note_special(self, text: str, tokenizer: Any, is_plain: bool) -> None:
         """Count a row whose text spells special tokens. In the text of a chat template they are guarded."""
         special = special_tokens(tokenizer)
-        if found := set(special.pattern.findall(text)) if is_plain else special.spelled(text):
+        if is_plain:
+            found = set(special.pattern.findall(text))
+            how = "which are read as such"
+        else:
+            found = special.spelled(text)
+            how = "which are text there"
+        if found:
             self.num_special += 1
             self.special |= found
-            how = "which are read as such" if is_plain else "which are text there"
             self.about_special = f"; {self.num_special} spell special tokens ({' '.join(sorted(self.special))}), {how}"
 
     def write_skipped(self, path: str | Path) -> None:
         """Rank 0 writes one JSON line {file, row, rule} for every bad row left out; no file if there is none."""
-        if self.bad_rows and not (dist.is_initialized() and dist.get_rank()):
-            Path(path).write_text("".join(json.dumps(bad) + "\n" for bad in self.bad_rows))
+        if not self.bad_rows or (dist.is_initialized() and dist.get_rank()):
+            return
+        with Path(path).open("w") as file:
+            for bad in self.bad_rows:
+                file.write(json.dumps(bad) + "\n")

@@ -42,10 +42,14 @@ def parse_row(row: dict[str, Any], config: DataConfig) -> Prompt:
     data_source = config.data_source or row.get("data_source")
     if not isinstance(data_source, str) or not data_source:
         raise ValueError(f"{config.data_source_column} is {data_source!r:.80}; it must be a name (--data.data-source)")
-    column, truth = config.reward_model_column, row.get("reward_model")
     if config.ground_truth_column:
-        column, truth = config.ground_truth_column, {"ground_truth": row.get("ground_truth")}
-    if not isinstance(truth, dict) or truth.get("ground_truth") is None:
+        column = config.ground_truth_column
+        truth = {"ground_truth": row.get("ground_truth")}
+    else:
+        column = config.reward_model_column
+        truth = row.get("reward_model")
+    has_truth = isinstance(truth, dict) and truth.get("ground_truth") is not None
+    if not has_truth:
         raise ValueError(f"{column} is {truth!r:.80}; it must have a ground_truth (--data.ground-truth-column)")
     extra_info = row.get("extra_info")
     if not isinstance(extra_info, dict | None):
@@ -62,24 +66,51 @@ def with_response(messages: list[dict[str, Any]], text: str) -> list[dict[str, A
 
 def parse_messages(prompt: Any, column: str, role: str = "user") -> list[dict[str, str]]:
     """The chat messages of a prompt, which may be one message of `role` as a string."""
-    messages = [{"role": role, "content": prompt}] if isinstance(prompt, str) else prompt
+    messages = prompt
+    if isinstance(prompt, str):
+        messages = [{"role": role, "content": prompt}]
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise ValueError(f"{column} is {prompt!r:.80}; it must name a column of strings or lists of {{role, content}}")
-    # templates ask whether a key is there
-    messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
-    # a message of calls alone has no content in OpenAI's form, and templates add texts to it
-    messages = [{"content": ""} | message if message.get("tool_calls") else message for message in messages]
-    for message in messages:
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                raise ValueError(f"{column} has a message whose {key} is {message.get(key)!r:.80}; it must be a string")
-        calls = message.get("tool_calls") or []
-        for call in calls if isinstance(calls, list) else [calls]:
-            function = call.get("function", call) if isinstance(call, dict) else None
-            is_call = isinstance(function, dict) and isinstance(function.get("name"), str) and isinstance(calls, list)
-            if not is_call or not isinstance(object_of(function.get("arguments")), dict):
-                raise ValueError(f"{column} has a call {call!r:.120}; calls are a list, each must have a name, and "
-                                 f"arguments that are an object or JSON text of one")
-    if not messages or not (messages[-1]["content"].strip() or messages[-1].get("tool_calls")):
+    found = [given_keys(message) for message in messages]
+    for message in found:
+        check_message(message, column)
+    if not found or is_empty(found[-1]):
         raise ValueError(f"{column} is empty; there must be at least one message, and text in the last")
-    return messages
+    return found
+
+
+def given_keys(message: dict[str, Any]) -> dict[str, Any]:
+    """The message as templates need it: they ask whether a key is there, and a key without a value is not."""
+    found = {key: value for key, value in message.items() if value is not None}
+    if found.get("tool_calls"):
+        # a message of calls alone has no content in OpenAI's form, and templates add texts to it
+        found = {"content": ""} | found
+    return found
+
+
+def is_empty(message: dict[str, Any]) -> bool:
+    return not message["content"].strip() and not message.get("tool_calls")
+
+
+def check_message(message: dict[str, Any], column: str) -> None:
+    """Raises ValueError for a message without a role or content, or with calls that no template can write."""
+    for key in ("role", "content"):
+        if not isinstance(message.get(key), str):
+            raise ValueError(f"{column} has a message whose {key} is {message.get(key)!r:.80}; it must be a string")
+    calls = message.get("tool_calls") or []
+    wrong = [calls]
+    if isinstance(calls, list):
+        wrong = [call for call in calls if not is_call(call)]
+    if wrong:
+        raise ValueError(f"{column} has a call {wrong[0]!r:.120}; calls are a list, each must have a name, and "
+                         f"arguments that are an object or JSON text of one")
+
+
+def is_call(call: Any) -> bool:
+    """Whether this is a call in OpenAI's form, {"function": {name, arguments}}, or such a function alone."""
+    if not isinstance(call, dict):
+        return False
+    match call.get("function", call):
+        case {"name": str(), **others}:
+            return isinstance(object_of(others.get("arguments")), dict)
+    return False

@@ -5,7 +5,6 @@ file. Indexing reads a row from the file. The file's name is removed as soon as 
 """
 
 import difflib
-import glob
 import hashlib
 import inspect
 import json
@@ -13,7 +12,7 @@ import os
 import re
 import tempfile
 from base64 import b64decode
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -22,13 +21,13 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import torch.distributed as dist
 from torch import Tensor
 
 from common.dataset.images import Images, embedding_size, encode_prompt, family_of, inputs_of
 from common.dataset.loaded import Loaded
 from common.dataset.messages import as_text, as_written, parse_row
+from common.dataset.rows import BATCH_BYTES, BATCH_ROWS, find_files, read_rows, row_of
 from common.model.vision import FAMILIES
 from common.parallel.exchange import deliver
 from common.parallel.ranks import check_at_least, together
@@ -39,11 +38,7 @@ from envs.runtime.template import check_tokens, rendered
 from rewards import json_object
 from rewards.runtime.cleaner import own_folder
 
-PARQUET = (".parquet", ".pq")
-SUFFIXES = (*PARQUET, ".jsonl", ".ndjson", ".json")
 PICTURES = ("images", "videos")  # columns of files, not of texts
-BATCH_ROWS = 512  # read and stored together
-BATCH_BYTES = 2**28  # of rows with images: less than BATCH_ROWS are read and stored together. Arrow's limit is 2**31
 SCHEMA = pa.schema({"tokens": pa.list_(pa.int32()), "row": pa.large_string(), "images": pa.list_(pa.binary())})
 """Of a prompt. `images`: the files, null where it has none."""
 
@@ -82,15 +77,18 @@ class PromptSet(Sequence):
     def images_of(self, number: int, row: int) -> list[bytes]:
         """The images of a sequence with this number in the step, in their order. `row`: of the prompt whose images come
         first; below 0: there are none."""
-        of_row = self[row].images.files if row >= 0 else []
-        return [*of_row, *map(b64decode, self.own_images.get(number, ()))]
+        files = self[row].images.files if row >= 0 else []
+        own = self.own_images.get(number, ())
+        return [*files, *map(b64decode, own)]
 
     def take_images(self, rollout: Any, minibatches: Iterable[Any]) -> None:
         """Get `own_images` of the sequences in this rank's mini-batches from the ranks that sampled them, with common
         /rollout.py's rollout. All ranks call it."""
         if self.has_images:
             own = {number: part.images for number, *_, part in rollout.sequences() if part.images}
-            wanted = [number for batch in chain(*minibatches) for number in batch.number.tolist()]
+            wanted: list[int] = []
+            for batch in chain(*minibatches):
+                wanted += batch.number.tolist()
             self.own_images = deliver(own, wanted)
 
     def inputs_of(self, file: bytes | None) -> tuple[list[int], dict[str, Tensor]]:
@@ -112,7 +110,8 @@ def template_arguments(tokenizer, config: TemplateConfig) -> dict[str, Any] | No
         raise ValueError(f"the tokenizer of {tokenizer.name_or_path} has no chat template (a base model?); use "
                          f"--data.template plain, or give one with --data.chat-template-file FILE")
     words = re.findall(r"\w+", str(arguments.get("chat_template") or tokenizer.chat_template))
-    if unread := [name for name in names if name not in words]:
+    unread = [name for name in names if name not in words]
+    if unread:
         similar = difflib.get_close_matches(unread[0], set(words), n=1)
         meant = f"; did you mean {similar[0]}?" if similar else "; leave it out"
         raise ValueError(f"--data.chat-template-kwargs has {unread[0]}, which the chat template never reads{meant}")
@@ -143,7 +142,8 @@ def load_prompts(files: Sequence[str], tokenizer, config: DataConfig, all_column
     keep columns without a meaning here, too, in `Prompt.row`."""
     template = template_arguments(tokenizer, config)
     embedded = embedding_size(tokenizer.name_or_path)
-    limit, lengths = config.max_prompt_length, lengths_of(tokenizer)
+    limit = config.max_prompt_length
+    lengths = lengths_of(tokenizer)
 
     def leave_out(num_tokens: int | str, loaded: Loaded) -> list[dict[str, Any]]:
         if config.on_long_prompt == "error":
@@ -154,7 +154,8 @@ def load_prompts(files: Sequence[str], tokenizer, config: DataConfig, all_column
 
     def encode_row(row: dict[str, Any], loaded: Loaded) -> list[dict[str, Any]]:
         prompt = parse_row(row, config)
-        text, images = render_prompt(prompt.messages, tokenizer, template), row.pop("images")
+        text = render_prompt(prompt.messages, tokenizer, template)
+        images = row.pop("images")
         if all_columns and prompt.messages[-1]["role"] == "assistant":
             raise ValueError("the prompt ends with a message of the assistant, which an episode cannot continue")
         loaded.note_special(text, tokenizer, is_plain=template is None)
@@ -176,11 +177,17 @@ def load_prompts(files: Sequence[str], tokenizer, config: DataConfig, all_column
             encoded["tokens"] = tokens[-limit:]
             loaded.num_truncated += 1
         loaded.data_sources.add(prompt.data_source)
-        loaded.num_without_truth += prompt.ground_truth == ""
+        if prompt.ground_truth == "":
+            loaded.num_without_truth += 1
         return [encoded | {"row": json.dumps(row, default=as_text)}]
 
-    named = "prompt", "data_source", "reward_model", "ground_truth", "extra_info"
-    columns = {name: vars(config)[f"{name}_column"] for name in named}
+    columns = {
+        "prompt": config.prompt_column,
+        "data_source": config.data_source_column,
+        "reward_model": config.reward_model_column,
+        "ground_truth": config.ground_truth_column,
+        "extra_info": config.extra_info_column,
+    }
     form = RowFormat(config, ("--data.max-prompt-length", limit), SCHEMA, columns, encode_row, all_columns)
     return PromptSet(*load_rows(files, form), config, tokenizer, all_columns)
 
@@ -204,8 +211,9 @@ def load_rows(files: Sequence[str], form: RowFormat) -> tuple[pa.Table, Loaded]:
     first = max(rank - int(os.environ.get("LOCAL_RANK", "0")), 0)  # torchrun: the ranks of a node are consecutive
     with tempfile.TemporaryDirectory("-prompts", dir=own_folder()) as folder:  # empty where another rank writes
         def work() -> tuple[str, Loaded]:
+            stored = f"{folder}/rows.arrow"
             try:
-                return f"{folder}/rows.arrow", store_rows(f"{folder}/rows.arrow", files, form)
+                return stored, store_rows(stored, files, form)
             except OSError as error:  # those of reading are ValueErrors by now
                 raise ValueError(f"cannot store the tokenised prompts: {error}; set TMPDIR to another folder") from None
 
@@ -222,98 +230,67 @@ def store_rows(path: str, files: Sequence[str], form: RowFormat) -> Loaded:
     skipped, and if no row is left."""
     flag, limit = form.limit
     check_at_least(1, {flag: limit})
-    columns = form.columns | {"images": "images", "videos": "videos"}
     loaded = Loaded(find_files(files))
-    bad = loaded.bad_rows
     data_hash = hashlib.sha256()
     with open(path, "wb") as arrow, pa.ipc.new_stream(arrow, form.schema) as stream:
         for file in loaded.files:
-            kept, num_bytes = [], 0
-            for number, row in enumerate(read_rows(file, [] if form.all_columns else columns.values())):
-                loaded.num_rows += 1
-                try:
-                    found = row_of(row)
-                    renamed = {ours: found[name] for ours, name in columns.items() if name in found}
-                    found = flatten_contents((found if form.all_columns else {}) | renamed)
-                    found = {name: value if name in PICTURES else as_written(value, name)
-                             for name, value in found.items()}
-                    if found.get("videos") or (found["images"] and "images" not in form.schema.names):
-                        raise ValueError("images or videos is not empty; nothing here reads videos, and images do not "
-                                         "go with sft.py and dpo.py")
-                    new = form.encode(found, loaded)
-                except ValueError as error:
-                    if form.config.on_bad_row == "error":
-                        raise ValueError(f"{file}, row {number} (counted from 0): {error}; --data.on-bad-row skip "
-                                         f"leaves such rows out") from None
-                    bad.append({"file": file, "row": number, "rule": str(error)})
-                    continue
-                data_hash.update(repr(new).encode())
-                kept += new
-                num_bytes += sum(len(image) for one in new for image in one.get("images", ()))
-                if len(kept) >= BATCH_ROWS or num_bytes > BATCH_BYTES:
-                    stream.write_batch(pa.RecordBatch.from_pylist(kept, form.schema))
-                    kept, num_bytes = [], 0
-            stream.write_batch(pa.RecordBatch.from_pylist(kept, form.schema))
+            store_file(stream, file, form, loaded, data_hash)
+    bad = loaded.bad_rows
     if not loaded.num_rows:
         raise ValueError(f"{', '.join(loaded.files)}: there are no rows in it")
     if loaded.num_rows == loaded.num_filtered + len(bad):
-        shown = f"; the first bad row: {bad[0]['file']}, row {bad[0]['row']}: {bad[0]['rule']}" if bad else ""
+        shown = ""
+        if bad:
+            shown = f"; the first bad row: {bad[0]['file']}, row {bad[0]['row']}: {bad[0]['rule']}"
         raise ValueError(f"{', '.join(loaded.files)}: none of {loaded.num_rows} rows is left: {loaded.num_filtered} "
                          f"have more than {flag} {limit} tokens, {len(bad)} are bad{shown}")
     loaded.data_hash = data_hash.hexdigest()
     return loaded
 
 
-def find_files(entries: Sequence[str], flag: str = "data file") -> list[str]:
-    """Files, folders (all data files below, sorted) and globs (sorted) -> files. `flag`: what named them."""
-    if not entries:
-        raise ValueError("no data files given; name parquet or JSON lines files, folders or globs")
-    files: list[str] = []
-    for entry in entries:
-        pattern = glob.escape(entry) if os.path.exists(entry) else entry
-        names = glob.glob(f"{pattern}/**" if os.path.isdir(entry) else pattern, recursive=True)
-        found = sorted(name for name in names if name.endswith(SUFFIXES) and os.path.isfile(name))
-        if not found:
-            raise ValueError(f"{flag} {entry} must be a {'/'.join(SUFFIXES)} file that exists, or a folder or glob "
-                             f"that has some; data/from_table.py converts CSV")
-        files += found
-    return files
+def store_file(stream: pa.RecordBatchStreamWriter, file: str, form: RowFormat, loaded: Loaded,
+               data_hash: Any) -> None:
+    """Write the rows of one file to `stream`, count them in `loaded`, and add what is stored to `data_hash`."""
+    names: Collection[str] = []                                 # all columns
+    if not form.all_columns:
+        names = [*form.columns.values(), *PICTURES]
+    kept: list[dict[str, Any]] = []
+    num_bytes = 0                                               # of the images in them
+    for number, row in enumerate(read_rows(file, names)):
+        loaded.num_rows += 1
+        try:
+            new = form.encode(columns_of(row_of(row), form), loaded)
+        except ValueError as error:
+            if form.config.on_bad_row == "error":
+                raise ValueError(f"{file}, row {number} (counted from 0): {error}; --data.on-bad-row skip "
+                                 f"leaves such rows out") from None
+            loaded.bad_rows.append({"file": file, "row": number, "rule": str(error)})
+            continue
+        data_hash.update(repr(new).encode())
+        kept += new
+        for one in new:
+            num_bytes += sum(map(len, one.get("images", ())))
+        if len(kept) >= BATCH_ROWS or num_bytes > BATCH_BYTES:
+            stream.write_batch(pa.RecordBatch.from_pylist(kept, form.schema))
+            kept = []
+            num_bytes = 0
+    stream.write_batch(pa.RecordBatch.from_pylist(kept, form.schema))
 
 
-def read_rows(file: str, names: Collection[str]) -> Iterator[bytes | pa.StructScalar]:
-    """The rows of a file, unparsed, for `row_of`: JSON lines that are not blank, or parquet rows with only the columns
-    in `names`; all columns if `names` is empty."""
-    num_read, num_rows = 0, 0
-    try:
-        if not file.endswith(PARQUET):
-            with open(file, "rb") as text:
-                yield from filter(bytes.strip, text)
-            return
-        with pq.ParquetFile(file, buffer_size=2**20, pre_buffer=False) as parquet:  # the defaults hold it in memory
-            found = [name for name in parquet.schema_arrow.names if name in names or not names]
-            if not found:
-                raise ValueError(f"{file} has none of the columns {', '.join(filter(None, names))}; it has "
-                                 f"{', '.join(parquet.schema_arrow.names)}: give names, e.g. --data.prompt-column NAME")
-            num_rows = parquet.metadata.num_rows
-            num_bytes = sum(parquet.metadata.row_group(i).total_byte_size for i in range(parquet.num_row_groups))
-            at_once = min(BATCH_ROWS, BATCH_BYTES // (num_bytes // max(1, num_rows) + 1) + 1)
-            for batch in parquet.iter_batches(at_once, columns=found):
-                yield from pa.StructArray.from_arrays([batch.column(name) for name in found], found)
-                num_read += len(batch)
-    except (pa.ArrowException, OSError, KeyError) as error:  # KeyError: two columns of the same name
-        where = " as parquet" if file.endswith(PARQUET) else ""
-        if num_rows and not isinstance(error, KeyError):
-            where += f" in its rows {num_read} to {min(num_read + at_once, num_rows) - 1} (counted from 0)"
-        raise ValueError(f"{file} cannot be read{where}: {error}") from None
-
-
-def row_of(found: bytes | pa.StructScalar) -> dict[str, Any]:
-    """A row of `read_rows` as Python values. Raises ValueError if it is not text or not a JSON object."""
-    if isinstance(found, pa.StructScalar):
-        return found.as_py(maps_as_pydicts="strict")
-    try:
-        row = {**json.loads(found)}  # TypeError: it is no object
-        json.dumps(row, ensure_ascii=False).encode()  # fails for a lone surrogate (\ud800), which is no text
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"the line must be a JSON object ({error}); data/from_table.py reads a JSON list") from None
+def columns_of(found: dict[str, Any], form: RowFormat) -> dict[str, Any]:
+    """A row of a file under our names. Raises ValueError for pictures where none can be."""
+    row = dict(found) if form.all_columns else {}
+    for ours, name in form.columns.items():
+        if name in found:
+            row[ours] = found[name]
+    for name in PICTURES:
+        if name in found:
+            row[name] = found[name]
+    row = flatten_contents(row)
+    for name, value in row.items():
+        if name not in PICTURES:
+            row[name] = as_written(value, name)
+    if row.get("videos") or (row["images"] and "images" not in form.schema.names):
+        raise ValueError("images or videos is not empty; nothing here reads videos, and images do not go with sft.py "
+                         "and dpo.py")
     return row

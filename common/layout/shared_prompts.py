@@ -21,9 +21,14 @@ def share_prompts(tokens: Tensor, mask: Tensor, cu_seqlens: Tensor, rows: Tensor
     """The layout of a batch. A prompt is the tokens before the first token that the policy sampled. `rows` [S]: equal
     prompts of different rows are not shared, because their images may differ."""
     device = tokens.device
-    tokens, mask = tokens.tolist(), mask.tolist()
+    tokens = tokens.tolist()
+    mask = mask.tolist()
     begins: dict[tuple[int, ...], int] = {}                             # prompt -> its first row in `run`
-    run, row, ends, key_rows, key_ends = [], [], [0], [], [0]
+    run: list[int] = []
+    row: list[int] = []
+    key_rows: list[int] = []
+    ends = [0]                                                          # of segments in `run`
+    key_ends = [0]                                                      # of their keys in `key_rows`
 
     def add_segment(start: int, end: int, prefix: range) -> None:
         key_rows.extend((*prefix, *range(len(run), len(run) + end - start)))

@@ -1,8 +1,8 @@
 """Offload the trainer's weights and optimizer moments to host memory while the engine samples."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -24,14 +24,31 @@ class Offload:
 
     def __init__(self, config: OffloadConfig, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]):
         """`models`: all that live on the GPU, frozen ones too. On CPUs it works and gains nothing."""
-        self.params = OffloadedTensors(lambda: chain(*(model.parameters() for model in models if config.params)))
-        self.moments = []
-        for optimizer in optimizers if config.optimizer else ():
-            moments = OffloadedTensors(lambda of=optimizer: chain(*(state.values() for state in of.state.values())))
-            self.moments.append(moments)
-            optimizer.register_step_pre_hook(lambda *_, away=moments: away.to_device())
-            optimizer.register_step_post_hook(lambda *_, away=moments: away.to_host())
-            optimizer.register_state_dict_pre_hook(lambda *_, away=moments: away.to_device())
+        offloaded = models if config.params else []
+        self.params = OffloadedTensors(partial(weights_of, offloaded))
+        self.moments: list[OffloadedTensors] = []
+        if config.optimizer:
+            for optimizer in optimizers:
+                self.moments.append(offload_moments(optimizer))
+
+
+def weights_of(models: Sequence[nn.Module]) -> Iterator[Tensor]:
+    for model in models:
+        yield from model.parameters()
+
+
+def moments_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for state in optimizer.state.values():
+        yield from state.values()
+
+
+def offload_moments(optimizer: torch.optim.Optimizer) -> "OffloadedTensors":
+    """Keep an optimizer's moments in host memory, except for its steps and a save."""
+    moments = OffloadedTensors(partial(moments_of, optimizer))
+    optimizer.register_step_pre_hook(lambda *_: moments.to_device())
+    optimizer.register_step_post_hook(lambda *_: moments.to_host())
+    optimizer.register_state_dict_pre_hook(lambda *_: moments.to_device())
+    return moments
 
 
 class OffloadedTensors:
@@ -49,11 +66,13 @@ class OffloadedTensors:
         """Copy the storages to host memory and free them, if they are not there already."""
         if self.emptied:
             return
-        sharded = [tensor for tensor in self.tensors() if isinstance(tensor, DTensor)]         # Adam's step counts stay
-        self.emptied = [tensor.to_local().untyped_storage() for tensor in sharded]
-        if [len(buffer) for buffer in self.host] != [len(storage) for storage in self.emptied]:
+        for tensor in self.tensors():
+            if isinstance(tensor, DTensor):                                 # Adam's step counts stay
+                self.emptied.append(tensor.to_local().untyped_storage())
+        sizes = [*map(len, self.emptied)]
+        if [*map(len, self.host)] != sizes:
             pin = torch.cuda.is_available()
-            self.host = [torch.empty(len(storage), dtype=torch.uint8, pin_memory=pin) for storage in self.emptied]
+            self.host = [torch.empty(size, dtype=torch.uint8, pin_memory=pin) for size in sizes]
         for storage, buffer in zip(self.emptied, self.host):
             buffer.copy_(_bytes(storage))
             storage.resize_(0)

@@ -2,7 +2,7 @@
 
 import pickle
 from collections import ChainMap
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,6 +11,14 @@ from torch import Tensor
 
 from common.batch import Batch, offsets
 from common.parallel.ranks import all_gather_objects, all_max, all_sum
+
+
+class Field(NamedTuple):
+    """What a field of a batch looks like."""
+
+    dtype: torch.dtype
+    shape: torch.Size  # of its entry for a token or a response
+    per: str  # "token" or "response"
 
 
 def exchange(batch: Batch, destination: np.ndarray | Tensor) -> Batch:
@@ -22,27 +30,38 @@ def exchange(batch: Batch, destination: np.ndarray | Tensor) -> Batch:
     destination = torch.as_tensor(destination, dtype=torch.int64)
     sizes_out = torch.bincount(destination, batch.lengths, dist.get_world_size()).long()        # tokens to each rank
     batch = batch.select(destination.argsort())
-    fields = {name: (x.dtype, x.shape[1:], per) for name, (x, per) in batch.present().items()}
-    fields_of_ranks = all_gather_objects((fields, len(batch)))
-    fields = max((of_rank for of_rank, _ in fields_of_ranks), key=len)          # an empty batch may lack some
+    mine = {}
+    for name, (values, per) in batch.present().items():
+        mine[name] = Field(values.dtype, values.shape[1:], per)
+    fields_of_ranks = all_gather_objects((mine, len(batch)))
+    fields: dict[str, Field] = {}
+    for of_rank, _ in fields_of_ranks:
+        if len(of_rank) > len(fields):                                  # an empty batch may lack some
+            fields = of_rank
     for rank, (of_rank, num_sequences) in enumerate(fields_of_ranks):
         if num_sequences and [*of_rank] != [*fields]:
             raise ValueError(f"rank {rank} brings the fields {', '.join(of_rank)}, another rank {', '.join(fields)}: "
                              f"write a field of Batch on all ranks, in the same order")
 
     # a row of bytes for each token, so that all fit in one message
-    columns = [x if per == "token" else x[batch.sequence_ids] for x, per in batch.present().values()]
-    widths = [dtype.itemsize * shape.numel() for dtype, shape, _ in fields.values()]
-    sent = torch.cat([x[:, None].flatten(1).view(torch.uint8) for x in columns], dim=1).view(-1, sum(widths))
-    received, _ = all_to_all(sent, sizes_out)                                                       # [T', bytes]
+    columns = []                                                                            # [T, bytes] each
+    for values, per in batch.present().values():
+        of_tokens = values if per == "token" else values[batch.sequence_ids]                # [T, ...]
+        columns.append(of_tokens[:, None].flatten(1).view(torch.uint8))
+    widths = [field.dtype.itemsize * field.shape.numel() for field in fields.values()]
+    sent = torch.cat(columns, dim=1).view(-1, sum(widths))
+    received, _ = all_to_all(sent, sizes_out)                                               # [T', bytes]
 
-    columns = {name: part.clone().flatten().view(dtype).view(-1, *shape)                          # name -> [T', ...]
-               for (name, (dtype, shape, _)), part in zip(fields.items(), received.split(widths, dim=1))}
-    _, lengths = columns["number"].unique_consecutive(return_counts=True)
+    arrived: dict[str, Tensor] = {}                                                         # [T', ...] each
+    parts = received.split(widths, dim=1)
+    for (name, field), part in zip(fields.items(), parts):
+        arrived[name] = part.clone().flatten().view(field.dtype).view(-1, *field.shape)
+    _, lengths = arrived["number"].unique_consecutive(return_counts=True)
     cu_seqlens = offsets(lengths)
-    picks = {"token": slice(None), "response": cu_seqlens[:-1]}
-    values = {name: columns[name][picks[per]] for name, (_, _, per) in fields.items()}
-    return Batch.of_fields(values, cu_seqlens).sort()
+    for name, field in fields.items():
+        if field.per == "response":                                          # each of its tokens brought a copy
+            arrived[name] = arrived[name][cu_seqlens[:-1]]
+    return Batch.of_fields(arrived, cu_seqlens).sort()
 
 
 def all_to_all(rows: Tensor, sizes_out: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,22 +77,30 @@ def all_to_all(rows: Tensor, sizes_out: Tensor) -> tuple[Tensor, Tensor]:
 def routing_of(lengths: list[int], told: list[Tensor | None]) -> Tensor | None:
     """[T, layers, k] of this rank's sequences: the experts that the engine reported for the first tokens of each; -1
     for the others, which affect no log-prob. None: no engine reported experts. All ranks call it."""
-    shape = all_max(max([(0, 0), *(tuple(x.shape[1:]) for x in told if x is not None)])).int().tolist()
+    shapes: list[tuple[int, ...]] = [(0, 0)]                            # (layers, k)
+    shapes += [tuple(experts.shape[1:]) for experts in told if experts is not None]
+    shape = all_max(max(shapes)).int().tolist()
     whole = torch.full((sum(lengths), *shape), -1, dtype=torch.int16)
-    for of_sequence, x in zip(whole.split(lengths), told):
-        if x is not None:
-            of_sequence[: len(x)] = x
-    return whole if all(shape) else None
+    for of_sequence, experts in zip(whole.split(lengths), told):
+        if experts is not None:
+            of_sequence[: len(experts)] = experts
+    if not all(shape):
+        return None
+    return whole
 
 
 def deliver(mine: dict[int, Any], wanted: list[int]) -> dict[int, Any]:
     """What ranks have under numbers, each under others, sent to the ranks that want these. Numbers that no rank has are
     left out. All ranks call it."""
-    sent = [pickle.dumps({number: mine[number] for number in numbers if number in mine})
-            for numbers in all_gather_objects(wanted)]
-    sizes_out = torch.tensor([*map(len, sent)])                                                 # bytes to each rank
-    received, sizes_in = all_to_all(torch.frombuffer(bytearray().join(sent), dtype=torch.uint8), sizes_out)
-    return dict(ChainMap(*(pickle.loads(part.numpy().tobytes()) for part in received.split(sizes_in.tolist()))))
+    messages = []                                                                             # one to each rank
+    for wanted_there in all_gather_objects(wanted):
+        found = {number: mine[number] for number in wanted_there if number in mine}
+        messages.append(pickle.dumps(found))
+    sent = torch.frombuffer(bytearray().join(messages), dtype=torch.uint8)
+    sizes_out = torch.tensor([*map(len, messages)])
+    received, sizes_in = all_to_all(sent, sizes_out)
+    parts = [pickle.loads(part.numpy().tobytes()) for part in received.split(sizes_in.tolist())]
+    return dict(ChainMap(*parts))
 
 
 def gather_numbers(numbers: Tensor, index: Tensor) -> Tensor:
@@ -85,6 +112,7 @@ def gather_numbers(numbers: Tensor, index: Tensor) -> Tensor:
     if len(index) and int(index.max()) >= num_responses:
         raise ValueError(f"there are {num_responses} responses, and one has the number {int(index.max())}: take none "
                          f"out of rollout.samples; rollout.select drops groups, a score of NaN drops a response")
-    rows = all_sum(counted.new_zeros(num_responses, counted.shape[1]).index_copy(0, index.cpu(), counted))  # [S, 1 + k]
+    own = counted.new_zeros(num_responses, counted.shape[1]).index_copy(0, index.cpu(), counted)
+    rows = all_sum(own)                                                                         # [S, 1 + k]
     assert (rows[:, 0] == 1).all(), "indices are not 0 .. S-1, once each"
     return rows[:, 1:].contiguous()

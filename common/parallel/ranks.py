@@ -61,19 +61,26 @@ def init(timeout_s: float = 3600.0, replicas: int = 1, sequence_parallel: int = 
     """
     if "RANK" not in os.environ:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}   # vLLM reads them
-    job_rank, job_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    job_rank = int(os.environ["RANK"])
+    job_size = int(os.environ["WORLD_SIZE"])
+    local_rank = int(os.environ["LOCAL_RANK"])
     num_samplers = int(os.environ.get(SAMPLERS, "0"))
     num_trainers = job_size - num_samplers
     trains = job_rank < num_trainers
-    rank, size = (job_rank, num_trainers) if trains else (job_rank - num_trainers, num_samplers)
+    rank = job_rank
+    size = num_trainers
     if not trains:
+        rank = job_rank - num_trainers
+        size = num_samplers
         replicas = sequence_parallel = expert_parallel = 1  # they are of the trainers' models
     num_shards(size, replicas, sequence_parallel, expert_parallel)  # before the ranks wait for each other
     if torch.cuda.is_available():
-        if local_rank >= (num_gpus := torch.cuda.device_count()):
+        num_gpus = torch.cuda.device_count()
+        if local_rank >= num_gpus:
             raise ValueError(f"local rank {local_rank} needs a GPU of its own, this machine has "
                              f"{num_gpus}: set torchrun --nproc-per-node {num_gpus}")
-        device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
+        device = torch.device("cuda", local_rank)
+        backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
     else:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
@@ -81,7 +88,8 @@ def init(timeout_s: float = 3600.0, replicas: int = 1, sequence_parallel: int = 
             raise ValueError(f"torch {torch.__version__} cannot use this machine's NVIDIA GPUs: its driver "
                              f"(see nvidia-smi) may be too old for CUDA {torch.version.cuda}: update it "
                              f"(docs/gpus.md), or set CUDA_VISIBLE_DEVICES=-1")
-        device, backend = torch.device("cpu"), "gloo"
+        device = torch.device("cpu")
+        backend = "gloo"
     atexit.register(wait_for_gloo)
     timeout = collective_timeout(timeout_s)
     store = dist.HashStore()                                                                        # this needs no port
@@ -93,8 +101,16 @@ def init(timeout_s: float = 3600.0, replicas: int = 1, sequence_parallel: int = 
     own = dist.PrefixStore("trainers" if trains else "samplers", store)
     dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=timeout)
     groups = make_groups(device.type, timeout, replicas, sequence_parallel, expert_parallel)
-    return World(rank, size, device, **groups, trains=trains, samples=not (trains and num_samplers),
-                 num_samplers=num_samplers, job_store=store)
+    return World(
+        rank,
+        size,
+        device,
+        **groups,
+        trains=trains,
+        samples=not trains or num_samplers == 0,
+        num_samplers=num_samplers,
+        job_store=store,
+    )
 
 
 def collective_timeout(timeout_s: float) -> timedelta:
@@ -128,12 +144,22 @@ def make_groups(device_type: str, timeout: timedelta, replicas: int = 1, sequenc
 
     def grid(names: tuple[str, str], width: int) -> DeviceMesh:
         ranks = torch.arange(size).view(-1, width)
-        groups = [dist.new_subgroups_by_enumeration(part.tolist(), timeout)[0] for part in (ranks.T, ranks)]
+        groups = []
+        for part in (ranks.T, ranks):
+            own, _ = dist.new_subgroups_by_enumeration(part.tolist(), timeout)
+            groups.append(own)
         return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)
 
-    mesh = init_device_mesh(device_type, (size,)) if replicas == 1 else grid(("replicate", "shard"), size // replicas)
-    sequence = None if sequence_parallel == 1 else dist.new_subgroups(sequence_parallel, timeout=timeout)[0]
-    experts = None if expert_parallel == 1 else grid(("shard", "expert"), expert_parallel)
+    if replicas == 1:
+        mesh = init_device_mesh(device_type, (size,))
+    else:
+        mesh = grid(("replicate", "shard"), size // replicas)
+    sequence = None
+    if sequence_parallel > 1:
+        sequence, _ = dist.new_subgroups(sequence_parallel, timeout=timeout)
+    experts = None
+    if expert_parallel > 1:
+        experts = grid(("shard", "expert"), expert_parallel)
     return {"mesh": mesh, "sequence": sequence, "experts": experts}
 
 
@@ -155,9 +181,10 @@ def wait_for_gloo() -> None:
 def is_busy_gloo(stat: Path) -> bool:
     """Whether a thread of this process works for gloo, or waits for a core to do so. `stat`: its file in /proc."""
     try:
-        return "(pt_gloo_runloop)" in (text := stat.read_text()) and ") S " not in text
+        text = stat.read_text()
     except (FileNotFoundError, ProcessLookupError):  # the thread has ended
         return False
+    return "(pt_gloo_runloop)" in text and ") S " not in text       # S: it sleeps
 
 
 def all_sum(values: Tensor | Sequence[Any], op: Any = dist.ReduceOp.SUM) -> Tensor:
@@ -190,8 +217,9 @@ def together(work: Callable[[], Any], error: Errors, group: dist.ProcessGroup | 
     except error as raised:
         result = raised
     results = all_gather_objects(result, group)
-    if failed := [result for result in results if isinstance(result, error)]:
-        raise failed[0]
+    for of_rank in results:
+        if isinstance(of_rank, error):
+            raise of_rank
     return results
 
 
@@ -214,7 +242,11 @@ def all_names(names: set[str]) -> list[str]:
 def combine(of_ranks: Sequence[dict[str, float]], how: Callable[..., Any]) -> dict[str, float]:
     """Each name -> `how` of its numbers on the ranks that have some."""
     names = sorted(set().union(*of_ranks))
-    return {name: float(how([numbers[name] for numbers in of_ranks if name in numbers])) for name in names}
+    combined = {}
+    for name in names:
+        values = [numbers[name] for numbers in of_ranks if name in numbers]
+        combined[name] = float(how(values))
+    return combined
 
 
 def seed_of(*parts: Any) -> int:

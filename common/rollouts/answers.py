@@ -23,9 +23,13 @@ def check_answers(run: Any, key: str) -> None:
         return
     texts = run.train_set.table["row"]
     mine = range(run.world.rank, len(texts), run.world.size)
-    infos = (parse_row(json.loads(texts[row].as_py()), run.args.data).extra_info for row in mine)
-    missing = [f"row {row}" for row, info in zip(mine, infos) if not isinstance(info.get(key), str)]
-    if found := all_names({*missing[:1]}):
+    missing = []
+    for row in mine:
+        prompt = parse_row(json.loads(texts[row].as_py()), run.args.data)
+        if not isinstance(prompt.extra_info.get(key), str):
+            missing.append(f"row {row}")
+    found = all_names({*missing[:1]})
+    if found:
         raise ValueError(f"{found[0]} of --train-data has no text in extra_info[{key!r}] (--answer-key); "
                          f"{len(missing)} of this rank's {len(mine)} rows have none")
 
@@ -33,12 +37,18 @@ def check_answers(run: Any, key: str) -> None:
 def add_answers(rollout: Rollout, run: Any, key: str) -> tuple[Rollout, torch.Tensor]:
     """The responses [S] and after them the data's answers to the prompts [P]; and pairs of answer and response."""
     check_answers(run, key)
-    # with --rollout.tp several ranks hold responses of one group: the rank that holds its first one makes the answer;
-    # of several numbers of a group the dict keeps the one that comes last, in reverse the lowest
-    firsts = set({group: index for index, group in reversed([*enumerate(rollout.group.tolist())])}.values())
-    answers = [answer_of(run, s.group, s.row, key) for s in rollout.samples if s.index in firsts]
-    pairs = torch.stack([len(rollout) + rollout.group, torch.arange(len(rollout))], dim=1)[rollout.has_score]
-    return rollout.cat(gather_rollout(answers)), pairs.flatten()
+    first_of_group: dict[int, int] = {}                                 # group -> index of its first response
+    for index, group in enumerate(rollout.group.tolist()):
+        first_of_group.setdefault(group, index)
+    firsts = {*first_of_group.values()}
+    answers = []
+    for sample in rollout.samples:
+        # with --rollout.tp several ranks hold responses of a group: the one with the first makes the answer
+        if sample.index in firsts:
+            answers.append(answer_of(run, sample.group, sample.row, key))
+    answer_indices = len(rollout) + rollout.group                       # [S]
+    pairs = torch.stack([answer_indices, torch.arange(len(rollout))], dim=1)        # [S, 2]
+    return rollout.cat(gather_rollout(answers)), pairs[rollout.has_score].flatten()
 
 
 def answers_of(run: Any, rows: list[int], key: str) -> Rollout:
@@ -66,5 +76,6 @@ def answer_of(run: Any, number: int, row: int, key: str) -> Sample:
     tokens = [token for token, is_answer in zip(tokens, mask) if is_answer]
     check_tokens(tokens, run.tokenizer, embedding_size(run.tokenizer.name_or_path))
     kept = tokens[: run.args.rollout.max_response_length]
-    response = Response(kept, [0.0] * len(kept), "stop" if len(kept) == len(tokens) else "length")
+    finish_reason = "stop" if len(kept) == len(tokens) else "length"
+    response = Response(kept, [0.0] * len(kept), finish_reason)
     return Sample(number, number, row, prompt, response, text)

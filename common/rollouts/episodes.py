@@ -11,27 +11,23 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from common.dataset.images import Images, check_sequence, embedding_size, show
 from common.dataset.store import template_arguments
 from common.engine.base import Engine, Request, RolloutConfig
-from common.metrics import Meter
-from common.parallel.ranks import World, check_at_least, seed_of
-from common.prompts import Prompt, TemplateConfig
-from common.rollout import Sample
+from common.episodes.metrics import environment_of
+from common.episodes.replies import Parse, reply_of, seed_of_reply
+from common.parallel.ranks import World, check_at_least
+from common.prompts import TemplateConfig
 from envs.pictures import joined
-from envs.runtime.conversation import ChatTemplate, Conversation, FlagError, environments
+from envs.runtime.conversation import ChatTemplate, Conversation, FlagError
 from envs.runtime.processes import EpisodeProcesses
 from envs.runtime.response import Episode, Response, response_of
 from envs.runtime.template import check_tokens
-from envs.runtime.tool_calls import after_thinking, make_parser
+from envs.runtime.tool_calls import make_parser
 from rewards.runtime.worker import failure_of
 
 SLICE_S = 1.0  # while all episodes wait for tools, stop signals are looked for this often
 OTHER_FILES = 100  # open files that a rank has beside one an episode
-END_REASONS = ("done", "length", "turns", "timeout", "error")
 
 
 @dataclass
@@ -42,7 +38,7 @@ class Episodes:
     template: ChatTemplate
     max_sequence_length: int
     processes: EpisodeProcesses | None  # None on all ranks of an engine but its first
-    parse: Callable[[str, list[dict]], tuple[str, list[dict]]] | None  # a reply, the tools' schemas -> text, calls
+    parse: Parse | None
     kept: dict[Hashable, Episode] = field(default_factory=dict)  # that go on between two rollouts
     asked: dict[int, tuple[int, int]] = field(default_factory=dict)  # a request to the engine -> episode, conversation
     num_asked: int = 0
@@ -61,42 +57,62 @@ class Episodes:
         if keep:
             self.end_kept(but=keys)
         waiting = [i for i, request in enumerate(requests) if not request.response.finish_reason]
-        waiting.sort(key=lambda i: (keys[i] not in self.kept, i), reverse=True)
+        waiting.sort(key=lambda i: (keys[i] not in self.kept, i), reverse=True)     # the last one starts first
         running: dict[int, Episode] = {}
         while (running or waiting) and not engine.stop():
             while waiting and len(running) < self.config.episodes_at_once:
                 number = waiting.pop()
                 running[number] = self.start(engine, number, requests[number], sampling, keys[number])
-            heard: list[tuple[int, dict[str, Any]]] = []
-            if self.processes is not None:
-                wait_s = SLICE_S if self.config.lockstep or not engine.has_unfinished() else 0.0
-                heard = self.processes.events(wait_s, wait_for_all=self.config.lockstep)
-            for number, message in engine.from_first_rank(heard):
-                if number not in running:  # it has been ended
-                    continue
-                episode = running[number]
-                episode.tool_s += message.get("seconds", 0.0)
-                if "messages" in message:
-                    message = self.next_turn(engine, number, episode, message, sampling)
-                if message is not None:
-                    del running[number]
-                    engine.abort({request for request, (owner, _) in self.asked.items() if owner == number})
-                    on_end(number, response_of(episode, message), message)
-            is_ready = not self.config.lockstep or all(episode.num_asked for episode in running.values())
+            self.serve(engine, running, sampling, on_end)
+            is_ready = True
+            if self.config.lockstep:
+                is_ready = all(episode.num_asked for episode in running.values())
             if is_ready and engine.has_unfinished():
-                for request, part in engine.step():
-                    number, conversation = self.asked.pop(request)
-                    running[number].replies(conversation)[-1].extend(part, part.finish_reason)
-                    self.take_reply(number, running[number], conversation)
+                self.decode(engine, running)
         for request, part in engine.abort(set(self.asked)):
             number, conversation = self.asked[request]
             running[number].replies(conversation)[-1].extend(part, finish_reason="")
         self.asked = {}
-        for number, episode in running.items() if keep else ():
-            self.kept[keys[number]] = episode
-            episode.process = self.processes and self.processes.running.pop(number)
+        if keep:
+            for number, episode in running.items():
+                self.keep_episode(keys[number], number, episode)
         if self.processes is not None:
             self.processes.end_all(with_strays=not self.kept)  # which may belong to those that go on
+
+    def serve(self, engine: Engine, running: dict[int, Episode], sampling: RolloutConfig,
+              on_end: Callable[[int, Response, dict[str, Any]], None]) -> None:
+        """Queue the turns that the processes have asked for, and end the episodes that are done."""
+        heard: list[tuple[int, dict[str, Any]]] = []
+        if self.processes is not None:
+            nothing_else_to_do = self.config.lockstep or not engine.has_unfinished()
+            wait_s = SLICE_S if nothing_else_to_do else 0.0
+            heard = self.processes.events(wait_s, wait_for_all=self.config.lockstep)
+        for number, message in engine.from_first_rank(heard):
+            if number not in running:  # it has been ended
+                continue
+            episode = running[number]
+            episode.tool_s += message.get("seconds", 0.0)
+            if "messages" in message:
+                message = self.next_turn(engine, number, episode, message, sampling)
+            if message is not None:
+                del running[number]
+                own = {request for request, (owner, _) in self.asked.items() if owner == number}
+                engine.abort(own)
+                on_end(number, response_of(episode, message), message)
+
+    def decode(self, engine: Engine, running: dict[int, Episode]) -> None:
+        """One step of the engine. Replies that are complete go to their episodes."""
+        for request, part in engine.step():
+            number, conversation = self.asked.pop(request)
+            running[number].replies(conversation)[-1].extend(part, part.finish_reason)
+            self.take_reply(number, running[number], conversation)
+
+    def keep_episode(self, key: Hashable, number: int, episode: Episode) -> None:
+        """Keep an unfinished episode, and its process, for the next rollout."""
+        self.kept[key] = episode
+        episode.process = None
+        if self.processes is not None:
+            episode.process = self.processes.running.pop(number)
 
     def end_kept(self, but: Sequence[Hashable] = ()) -> None:
         for key in self.kept.keys() - set(but):
@@ -106,27 +122,38 @@ class Episodes:
 
     def start(self, engine: Engine, number: int, request: Request, sampling: RolloutConfig, key: Hashable) -> Episode:
         """Start an episode, or continue it where it is."""
-        prompt = request.prompt
         if key in self.kept:
-            episode = self.kept.pop(key)
-            episode.begun = request.response
-            if self.processes is not None:
-                self.processes.running[number] = episode.process
-            for conversation in [n for n, found in episode.conversations.items() if found.asked]:
-                self.sample(engine, number, episode, conversation)
-            return episode
-        self.num_restarted += bool(request.response.earlier)
+            return self.go_on(engine, number, request, key)
+        prompt = request.prompt
+        files = prompt.images.files if prompt.images else []
+        if request.response.earlier:
+            self.num_restarted += 1
         if self.processes is not None:
-            row = prompt.row | ({"images": prompt.images.files} if prompt.images else {})
             self.processes.start(number, {
-                "environment": environment_of(prompt, self.config.episode), "row": row, "seed": request.seed,
-                "messages": prompt.messages, "tokens_left": sampling.max_response_length,
+                "environment": environment_of(prompt, self.config.episode),
+                "row": prompt.row | {"images": files} if prompt.images else prompt.row,
+                "seed": request.seed,
+                "messages": prompt.messages,
+                "tokens_left": sampling.max_response_length,
             })
-        files, place = prompt.images.files if prompt.images else [], self.template.place
-        messages = [m | {"content": m["content"].replace("<image>", place)} if files else m for m in prompt.messages]
+        messages = [*prompt.messages]                           # which the conversation appends to
+        if files:
+            place = self.template.place
+            messages = [m | {"content": m["content"].replace("<image>", place)} for m in messages]
         conversation = Conversation(self.template, self.config.rewritten_history, prompt.tokens, messages)
         conversation.images = files
         return Episode({0: conversation}, request.seed, prompt, request.response)
+
+    def go_on(self, engine: Engine, number: int, request: Request, key: Hashable) -> Episode:
+        """Continue an episode that was kept, where it is."""
+        episode = self.kept.pop(key)
+        episode.begun = request.response
+        if self.processes is not None:
+            self.processes.running[number] = episode.process
+        waiting = [asked for asked, conversation in episode.conversations.items() if conversation.asked]
+        for asked in waiting:
+            self.sample(engine, number, episode, asked)
+        return episode
 
     def next_turn(self, engine: Engine, number: int, episode: Episode, message: dict[str, Any],
                   sampling: RolloutConfig) -> dict[str, Any] | None:
@@ -152,7 +179,8 @@ class Episodes:
         there is none: turns or length; else ""."""
         if message["tools"] and self.parse is None:
             raise FlagError("chat.tools needs --rollout.tool-parser: nothing reads the calls that the model writes")
-        if message["stop"] and (self.config.engine == "hf" or self.config.in_flight > 1):
+        is_by_tokens = self.config.engine == "hf" or self.config.in_flight > 1
+        if message["stop"] and is_by_tokens:
             raise FlagError("chat.reply(stop=...) needs --rollout.engine vllm and --rollout.in-flight 1: tokens alone "
                             "are carried over to the next step, not a text that is half written")
         if episode.num_turns + episode.num_asked >= self.config.max_turns:
@@ -164,9 +192,11 @@ class Episodes:
         new, files = joined(message["messages"], self.template.place, shorten)
         images = [*conversation.images, *files]
         if conversation.num_replies:
-            prompt, between = conversation.prompt, conversation.between(new, files)
+            prompt = conversation.prompt
+            between = conversation.between(new, files)
         else:
-            prompt, between = conversation.begin(new, message["tools"], files), []
+            prompt = conversation.begin(new, message["tools"], files)
+            between = []
         if between is None:
             seen = self.template.encode(conversation.next_rendered, images)
         else:
@@ -178,13 +208,17 @@ class Episodes:
         room = min(sampling.max_response_length - added, self.max_sequence_length - len(seen))
         if room < 1:
             return "length"
-        temperature = sampling.temperature if message["temperature"] is None else message["temperature"]
+        temperature = message["temperature"]
+        if temperature is None:
+            temperature = sampling.temperature
         episode.conversations[message["conversation"]] = conversation
         conversation.prompt = prompt
         conversation.add_messages(new, between, files)
         conversation.room = room
         conversation.asked = replace(
-            sampling, max_response_length=min(room, message["max_tokens"] or room), temperature=temperature,
+            sampling,
+            max_response_length=min(room, message["max_tokens"] or room),
+            temperature=temperature,
             stop=(*sampling.stop, *message["stop"]),
         )
         is_trained = temperature == sampling.temperature
@@ -194,43 +228,37 @@ class Episodes:
     def sample(self, engine: Engine, number: int, episode: Episode, asked: int) -> None:
         """Let the engine write the next reply, or the rest of it. One that is complete is taken as it is."""
         conversation = episode.conversations[asked]
-        reply, sampling = episode.replies(asked)[conversation.num_replies], conversation.asked
+        sampling = conversation.asked
+        reply = episode.replies(asked)[conversation.num_replies]
         if reply.finish_reason:
             self.take_reply(number, episode, asked)
             return
-        # each reply, and each part of one that is continued later, has a seed of its own
-        place = [*([f"conversation {asked}"] if asked else []), conversation.num_replies]
-        begun = [len(reply.tokens)] if reply.tokens else []
-        is_greedy = episode.seed is None or not sampling.temperature
+        seed = None                                             # greedy
+        if episode.seed is not None and sampling.temperature:
+            seed = seed_of_reply(episode.seed, asked, conversation.num_replies, len(reply.tokens))
+        images = None
+        if conversation.images:
+            images = Images(conversation.images, self.template.tokenizer.name_or_path)
         self.num_asked += 1
         self.asked[self.num_asked] = (number, asked)
         engine.add(
-            self.num_asked, [*conversation.prompt, *conversation.tokens, *reply.tokens],
-            None if is_greedy else seed_of(episode.seed, *place, *begun),
+            self.num_asked,
+            [*conversation.prompt, *conversation.tokens, *reply.tokens],
+            seed,
             replace(sampling, max_response_length=sampling.max_response_length - len(reply.tokens)),
-            Images(conversation.images, self.template.tokenizer.name_or_path) if conversation.images else None,
+            images,
         )
 
     def take_reply(self, number: int, episode: Episode, asked: int) -> None:
         """Add the next reply, which is complete, and send it to the episode."""
         conversation = episode.conversations[asked]
         response = episode.replies(asked)[conversation.num_replies]
-        usage = [len(conversation.prompt) + len(conversation.tokens), len(response.tokens)]
-        text = conversation.add_reply(response.tokens, response.logp, response.routing, response.mask is None)
+        is_truncated = response.finish_reason == "length" and len(response.tokens) == conversation.room
+        reply = reply_of(self.template, self.parse, conversation, response)
         conversation.asked = None
         episode.num_turns += 1
-        is_truncated = response.finish_reason == "length" and len(response.tokens) == conversation.room
         episode.end_reason = "length" if is_truncated else "done"
-        ended = response.tokens[-1] in self.template.stops
-        written = self.template.tokenizer.decode(response.tokens[:-1] if ended else response.tokens)
-        reply = {"conversation": asked, "text": text, "finish_reason": response.finish_reason, "usage": usage}
-        said, calls = after_thinking(written, conversation.rendered), []
-        reply["content"] = after_thinking(text, conversation.rendered)
-        if conversation.tools and self.parse is not None:
-            said, calls = self.parse(said, conversation.tools)
-            reply |= {"content": said, "tool_calls": calls}
-        conversation.keep_form(written, said, [call for call in calls if "error" not in call])
-        self.tell(number, episode, reply)
+        self.tell(number, episode, {"conversation": asked} | reply)
 
     def tell(self, number: int, episode: Episode, reply: dict[str, Any]) -> None:
         if self.processes is not None:
@@ -256,38 +284,7 @@ def start_episodes(config: RolloutConfig, tokenizer: Any, template_config: Templ
     arguments = template_arguments(tokenizer, template_config)
     template = ChatTemplate(tokenizer, arguments, stops, partial(show, model=tokenizer.name_or_path))
     parse = make_parser(config.tool_parser, tokenizer) if config.tool_parser else None
-    processes = EpisodeProcesses(config.episode, config.tool_timeout_s) if world.rank % config.tp == 0 else None
+    processes = None
+    if world.rank % config.tp == 0:
+        processes = EpisodeProcesses(config.episode, config.tool_timeout_s)
     return Episodes(config, template, max_sequence_length, processes, parse)
-
-
-def environment_of(prompt: Prompt, spec: str) -> str:
-    """The row's environment among those of --rollout.episode; "" if there is one. Raises FlagError if it has none."""
-    names = environments(spec)
-    name = "" if "" in names else prompt.row.get("agent_name")
-    if name not in names:
-        raise FlagError(f"a row's agent_name is {name!r}, and --rollout.episode names {', '.join(names)}")
-    return name
-
-
-def measure_episodes(meter: Meter, samples: Sequence[Sample], config: RolloutConfig) -> None:
-    """Add to `meter` the turns, ends and tools of this rank's episodes, and of each of several environments. Metrics
-    have verl's names where verl has them."""
-
-    def of_each(number: Callable[[Response], float], of: Sequence[Sample] = samples) -> Tensor:
-        return torch.tensor([number(sample.response) for sample in of], dtype=torch.float64)
-
-    meter.spread("num_turns", of_each(lambda response: response.num_turns))
-    meter.spread("tool_call_counts", of_each(lambda response: response.tools["tool_calls"]))
-    meter.spread("timing_s/agent_loop/tool_calls", of_each(lambda response: response.tools["tool_s"]))
-    meter.mean("episode/tool_errors", of_each(lambda response: response.tools["tool_errors"]))
-    meter.mean("episode/num_sequences", of_each(lambda response: len(response.parts)))
-    meter.mean("episode/dropped_frac", of_each(lambda response: response.end_reason in config.drop))
-    for reason in END_REASONS:
-        meter.mean(f"episode/{reason}_frac", of_each(lambda response, reason=reason: response.end_reason == reason))
-    for name in filter(None, environments(config.episode)):
-        mine = [s for s in samples if environment_of(s.prompt, config.episode) == name]
-        scores = torch.tensor([s.score for s in mine], dtype=torch.float64)
-        meter.mean(f"episode/{name}/score", scores, scores.isfinite())
-        meter.mean(f"episode/{name}/num_turns", of_each(lambda response: response.num_turns, mine))
-        failed = of_each(lambda response: response.end_reason in ("timeout", "error"), mine)
-        meter.mean(f"episode/{name}/error_frac", failed)

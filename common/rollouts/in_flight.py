@@ -6,13 +6,14 @@ the new weights compute the keys and values again and sample the rest, with anot
 """
 
 from collections import Counter
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
 from itertools import chain
 from typing import Any
 
 import torch
 
-from common.engine.base import Request, SamplingConfig
+from common.engine.base import Engine, Request, SamplingConfig
 from common.metrics import Meter
 from common.parallel.exchange import deliver
 from common.parallel.ranks import all_gather_objects, seed_of
@@ -35,6 +36,51 @@ class Group:
     flags: str  # with which it is sampled
 
 
+@dataclass
+class Share:
+    """An engine's groups in a step. Those that complete are taken for the step, as many as it asks of the
+    engine."""
+
+    groups: list[Group]
+    pending: PendingRollout
+    num_samples: int  # of each group
+    num_wanted: int  # groups that the step asks of this engine
+    due: set[int]  # numbers of groups not yet taken whose tokens would be too old in the next step
+    taken: list[int] = field(default_factory=list)
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.taken) == self.num_wanted
+
+    @property
+    def responses(self) -> list[Response]:
+        return [response for group in self.groups for response in group.responses]
+
+    def take(self, number: int) -> None:
+        """Score a complete group, unless the remaining places are reserved for groups that are due."""
+        group = self.groups[number]
+        num_reserved = len(self.due - {number})
+        if len(self.taken) + num_reserved >= self.num_wanted:
+            return
+        if not all(response.finish_reason for response in group.responses):
+            return
+        for k, response in enumerate(group.responses):
+            self.pending.score(number * self.num_samples + k, response, group.outcomes[k])
+        self.taken.append(number)
+        self.due.discard(number)
+
+    def end(self, i: int, response: Response, outcome: dict[str, Any] | None = None) -> None:
+        """Response i of this engine, or its episode, has ended."""
+        number, k = divmod(i, self.num_samples)
+        self.groups[number].responses[k] = response
+        self.groups[number].outcomes[k] = outcome
+        self.take(number)
+
+    def left(self) -> list[Group]:
+        """The groups that are in flight after the step."""
+        return [group for number, group in enumerate(self.groups) if number not in self.taken]
+
+
 def continue_rollout(source: RolloutSource, request: RolloutRequest, state: dict[str, Any], sampler: PromptSampler,
                      meter: Meter) -> PendingRollout:
     """Like `start_rollout`, but the groups returned may come from earlier steps; extra prompts are drawn from
@@ -43,85 +89,167 @@ def continue_rollout(source: RolloutSource, request: RolloutRequest, state: dict
     stays on its engine, where its episodes go on between two steps; after a resume they restart, and groups that do not
     fit the engines are distributed anew. If --rollout.in-flight is lower after a resume, groups without room are
     dropped, and groups that were sampled with other flags. All ranks call this together."""
-    engine, scoring, data = source.engine, source.scoring, source.data
-    rows, num_samples, sampling, seed = request.rows, request.num_samples, request.sampling, request.seed
-    step = int(seed[1])
-    num_wanted = len(engine.local_prompts(len(rows)))
-    carried = state.get("in_flight", [])
-    room = round(sampling.in_flight * len(rows)) - len(rows)
-    flags = repr([num_samples, sampling.episode, *(getattr(sampling, field.name) for field in fields(SamplingConfig))])
-    # with --rollout.max-staleness 0 none is young enough
-    saved = [old for old in carried if old["flags"] == flags and old["step"] + sampling.max_staleness >= step][:room]
-    # as many places on each engine as it must have complete groups at most, if all of them are due
-    places = [place % engine.num_engines for place in range(room)]
-    if Counter(old["engine"] for old in saved) - Counter(places):
-        saved = [old | {"engine": places[i]} for i, old in enumerate(saved)]
-    for old in saved:
-        places.remove(old["engine"])
-    new_rows = [*rows, *sampler.take(len(places))]
-    engines = [*(i % engine.num_engines for i in range(len(rows))), *places]
-    mine = [old["number"] for old in saved if old["engine"] == engine.engine_rank]
-    held = dict(unpack(state.get("in_flight_responses", b"")))
-    num_carried = sum(len(response.all_versions) for group in held.values() for response in group["responses"])
-    held |= deliver(held, [number for number in mine if number not in held])
-    groups = [Group(**held[number]) for number in mine]
-    for number, (row, owner) in enumerate(zip(new_rows, engines)):
-        if owner == engine.engine_rank:
-            seeds = [seed_of(*seed, number, k) for k in range(num_samples)]
-            groups.append(Group(row, step, seeds, [Response() for _ in seeds], [None] * num_samples, flags))
-    # tokens of groups that are due would be too old in the next step
-    due = {number for number, group in enumerate(groups) if group.step + sampling.max_staleness <= step > group.step}
-    samples = [Sample(k, 0, group.row, data[group.row]) for group in groups for k in range(num_samples)]
-    pending = PendingRollout(engine, scoring, samples, sampling)
-    taken: list[int] = []
+    engine = source.engine
+    episodes = source.scoring.episodes
+    sampling = request.sampling
+    step = int(request.seed[1])
+    flags = flags_of_sampling(request)
 
-    def take(number: int) -> None:
-        """Score a complete group, unless the remaining places are reserved for groups that are due."""
-        group = groups[number]
-        is_complete = all(response.finish_reason for response in group.responses)
-        if is_complete and len(taken) + len(due - {number}) < num_wanted:
-            for k, response in enumerate(group.responses):
-                pending.score(number * num_samples + k, response, group.outcomes[k])
-            taken.append(number)
-            due.discard(number)
+    saved, free_places = places_of(state.get("in_flight", []), request, engine, flags)
+    rows = [*request.rows, *sampler.take(len(free_places))]
+    owners = [place % engine.num_engines for place in range(len(request.rows))]     # of the new groups
+    owners += free_places
+    held, num_carried = held_groups(state, saved, engine)
+    groups = held + begin_groups(request, rows, owners, engine, flags)
 
-    def end(i: int, response: Response, outcome: dict[str, Any] | None = None) -> None:
-        number, k = divmod(i, num_samples)
-        groups[number].responses[k], groups[number].outcomes[k] = response, outcome
-        take(number)
+    samples: list[Sample] = []
+    asked: list[Request] = []
+    for group in groups:
+        for k, response in enumerate(group.responses):
+            prompt = source.data[group.row]
+            samples.append(Sample(k, 0, group.row, prompt))        # it gets its numbers when its group is taken
+            asked.append(Request(prompt, group.seeds[k], response))
+
+    due = set()
+    for number, group in enumerate(groups):
+        if group.step + sampling.max_staleness <= step > group.step:
+            due.add(number)
+    share = Share(
+        groups,
+        PendingRollout(engine, source.scoring, samples, sampling),
+        request.num_samples,
+        num_wanted=len(engine.local_prompts(len(request.rows))),
+        due=due,
+    )
 
     def has_ended() -> bool:
-        return len(taken) == num_wanted or source.stop()
+        return share.is_complete or source.stop()
 
-    for number in range(len(groups)):
-        take(number)
-    pairs = chain.from_iterable(zip(group.seeds, group.responses) for group in groups)
-    asked = [Request(sample.prompt, seed, response) for sample, (seed, response) in zip(samples, pairs)]
-    if scoring.episodes is not None:
-        scoring.episodes.run(engine, asked, sampling, end, has_ended, keep=sampling.max_staleness > 0)
-        meter.total("episode/restarted", scoring.episodes.num_restarted if engine.tp_rank == 0 else 0)
+    for number in range(len(groups)):                               # some were complete before this step
+        share.take(number)
+    if episodes is None:
+        engine.complete(asked, sampling, share.end, has_ended)
     else:
-        engine.complete(asked, sampling, end, has_ended)
-    for place, number in enumerate(sorted(taken)):
-        for sample in samples[number * num_samples : (number + 1) * num_samples]:
-            sample.group = engine.engine_rank + engine.num_engines * place
-            sample.index += sample.group * num_samples
-    num_kept = sum(len(response.all_versions) for group in groups for response in group.responses)
-    meter.total("rollout/dropped_tokens", num_carried - (num_kept if engine.tp_rank == 0 else 0))
-    for part in chain.from_iterable(response.parts for group in groups for response in group.responses):
-        part.versions = [*part.versions, *[step] * (part.num_sampled - len(part.versions))]
+        episodes.run(engine, asked, sampling, share.end, has_ended, keep=sampling.max_staleness > 0)
+        meter.total("episode/restarted", episodes.num_restarted if engine.tp_rank == 0 else 0)
+    number_samples(share, samples, engine)
 
-    left = [group for number, group in enumerate(groups) if number not in taken and engine.tp_rank == 0]
-    # all ranks know these of each, and the engine that samples it, whose episodes go on between two steps
-    known = [{"number": engine.engine_rank + engine.num_engines * place, "engine": engine.engine_rank,
-              "row": group.row, "step": group.step, "flags": group.flags} for place, group in enumerate(left)]
-    state["in_flight"] = sorted(chain(*all_gather_objects(known)), key=lambda group: group["step"])
-    state["in_flight_responses"] = pack([[told["number"], vars(group)] for told, group in zip(known, left)])
-    versions = [response.all_versions for number in taken for response in groups[number].responses]
-    ages = [step - version for version in chain(*versions)]
-    spans = torch.tensor([max(found) - min(found) for found in versions if found], dtype=torch.float64)
+    num_kept = num_sampled_tokens(share.responses) if engine.tp_rank == 0 else 0
+    meter.total("rollout/dropped_tokens", num_carried - num_kept)
+    for response in share.responses:
+        for part in response.parts:
+            num_new = part.num_sampled - len(part.versions)
+            part.versions = [*part.versions, *[step] * num_new]
+
+    left = share.left() if engine.tp_rank == 0 else []
+    keep_groups(state, left, engine)
+    carried = chain.from_iterable(group.responses for group in left)
+    meter.total("rollout/carried_tokens", num_sampled_tokens(carried))
+    measure_staleness(meter, share, step)
+    return share.pending
+
+
+def flags_of_sampling(request: RolloutRequest) -> str:
+    """What a group is sampled with: under other flags it is not continued."""
+    values = [getattr(request.sampling, field.name) for field in fields(SamplingConfig)]
+    return repr([request.num_samples, request.sampling.episode, *values])
+
+
+def places_of(carried: list[dict[str, Any]], request: RolloutRequest, engine: Engine,
+              flags: str) -> tuple[list[dict[str, Any]], list[int]]:
+    """The carried groups that are continued, each with its engine, and the engines of the places left for new
+    groups."""
+    step = int(request.seed[1])
+    sampling = request.sampling
+    # each engine has as many places as it must have complete groups at most, if all of them are due
+    room = round(sampling.in_flight * len(request.rows)) - len(request.rows)
+    free_places = [place % engine.num_engines for place in range(room)]
+    saved = []
+    for old in carried:
+        is_young = old["step"] + sampling.max_staleness >= step     # none is with --rollout.max-staleness 0
+        if is_young and old["flags"] == flags:
+            saved.append(old)
+    saved = saved[:room]
+    used = Counter(old["engine"] for old in saved)
+    if used - Counter(free_places):                                 # after a resume with other engines
+        saved = [old | {"engine": place} for old, place in zip(saved, free_places)]
+    for old in saved:
+        free_places.remove(old["engine"])
+    return saved, free_places
+
+
+def held_groups(state: dict[str, Any], saved: list[dict[str, Any]], engine: Engine) -> tuple[list[Group], int]:
+    """This engine's groups among those saved, and how many tokens this rank held of all groups."""
+    held = dict(unpack(state.get("in_flight_responses", b"")))
+    num_carried = sum(num_sampled_tokens(group["responses"]) for group in held.values())
+    mine = [old["number"] for old in saved if old["engine"] == engine.engine_rank]
+    held |= deliver(held, [number for number in mine if number not in held])
+    return [Group(**held[number]) for number in mine], num_carried
+
+
+def begin_groups(request: RolloutRequest, rows: Sequence[int], owners: Sequence[int], engine: Engine,
+                 flags: str) -> list[Group]:
+    """This engine's new groups. A group's seeds depend on its place in `rows`, not on the engine."""
+    groups = []
+    for number, (row, owner) in enumerate(zip(rows, owners)):
+        if owner != engine.engine_rank:
+            continue
+        seeds = [seed_of(*request.seed, number, k) for k in range(request.num_samples)]
+        groups.append(Group(
+            row=row,
+            step=int(request.seed[1]),
+            seeds=seeds,
+            responses=[Response() for _ in seeds],
+            outcomes=[None] * len(seeds),
+            flags=flags,
+        ))
+    return groups
+
+
+def number_samples(share: Share, samples: list[Sample], engine: Engine) -> None:
+    """Number the taken groups, and their samples, among those of all engines."""
+    for place, number in enumerate(sorted(share.taken)):
+        first = number * share.num_samples
+        for sample in samples[first : first + share.num_samples]:
+            sample.group = engine.engine_rank + engine.num_engines * place
+            sample.index += sample.group * share.num_samples
+
+
+def keep_groups(state: dict[str, Any], left: list[Group], engine: Engine) -> None:
+    """Write what is in flight into `state`: on all ranks which groups, on this rank the responses of `left`."""
+    known = []      # of each group its engine, too, where its episodes go on between two steps
+    stored = []
+    for place, group in enumerate(left):
+        number = engine.engine_rank + engine.num_engines * place
+        stored.append([number, vars(group)])
+        known.append({
+            "number": number,
+            "engine": engine.engine_rank,
+            "row": group.row,
+            "step": group.step,
+            "flags": group.flags,
+        })
+    known_to_all = chain(*all_gather_objects(known))
+    state["in_flight"] = sorted(known_to_all, key=lambda group: group["step"])
+    state["in_flight_responses"] = pack(stored)
+
+
+def measure_staleness(meter: Meter, share: Share, step: int) -> None:
+    """How many steps old the tokens of the taken groups are, and how many steps a response spans."""
+    ages: list[int] = []
+    spans: list[int] = []
+    for number in share.taken:
+        for response in share.groups[number].responses:
+            versions = response.all_versions
+            ages += [step - version for version in versions]
+            if versions:
+                spans.append(max(versions) - min(versions))
+    spans_of_responses = torch.tensor(spans, dtype=torch.float64)
     meter.spread("rollout/staleness", torch.tensor(ages, dtype=torch.float64))
-    meter.mean("fully_async/partial/partial_ratio", spans > 0)  # verl's names and meanings
-    meter.max("fully_async/partial/max_partial_span", spans)
-    meter.total("rollout/carried_tokens", sum(len(r.all_versions) for group in left for r in group.responses))
-    return pending
+    meter.mean("fully_async/partial/partial_ratio", spans_of_responses > 0)     # verl's names and meanings
+    meter.max("fully_async/partial/max_partial_span", spans_of_responses)
+
+
+def num_sampled_tokens(responses: Iterable[Response]) -> int:
+    """Tokens whose versions are noted: until the end of a step, those of earlier steps alone."""
+    return sum(len(response.all_versions) for response in responses)

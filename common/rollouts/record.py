@@ -58,7 +58,10 @@ def write_step(recorder: Recorder, step: int, rollout: Rollout, minibatches: lis
     if config.rollouts_every == 0 or (step > 1 and step % config.rollouts_every):
         return
     ends = rollout.group.unique_consecutive(return_counts=True)[1].cumsum(0).tolist()
-    limit = max([end for end in ends if end <= config.rollouts_max], default=ends[0] if ends else 0)
+    limit = ends[0] if ends else 0
+    for end in ends:
+        if end <= config.rollouts_max:
+            limit = max(limit, end)
     rows = [
         row_of(recorder.tokenizer, sample, step, float(rewards[sample.index])) | {
             "tokens": sample.response.tokens,
@@ -70,12 +73,15 @@ def write_step(recorder: Recorder, step: int, rollout: Rollout, minibatches: lis
         for sample in rollout.samples if sample.index < limit
     ]
     sequences = (rollout.num_sequences.cumsum(0) - 1).long()[:limit].tolist()   # of an episode of several, the last
-    trained = [microbatch for microbatch in chain(*minibatches) if microbatch.last_pass]
-    numbers = [*chain(*(numbers_of_tokens(microbatch, sequences) for microbatch in trained))]
+    numbers = []
+    for microbatch in chain(*minibatches):
+        if microbatch.last_pass:
+            numbers += numbers_of_tokens(microbatch, sequences)
     row_at = {row["index"]: row for row in chain(*all_gather_objects(rows))}
     for i, found in chain(*all_gather_objects(numbers)):
         row = row_at[i]
-        row |= {name: values[len(values) - row["response_length"] :] for name, values in found.items()}
+        for name, values in found.items():
+            row[name] = values[len(values) - row["response_length"] :]
         if row["trained"].any():
             row["advantage"] = float(row["token_advantage"][row["trained"]].mean())
     write_rows(recorder.run_dir / f"rollouts/step_{step:06d}.parquet", [*row_at.values()])
@@ -93,12 +99,18 @@ def numbers_of_tokens(microbatch: Batch, sequences: list[int]) -> list[tuple[int
     }
     arrays = {name: values.cpu().numpy() for name, values in found.items() if values is not None}
     bounds = microbatch.cu_seqlens.tolist()
-    is_canary = [False] * len(microbatch) if microbatch.canary is None else microbatch.canary.tolist()
-    return [
-        (i, {name: values[bounds[s] : bounds[s + 1]] for name, values in arrays.items()})
-        for s, (i, number) in enumerate(zip(microbatch.index.tolist(), microbatch.number.tolist()))
-        if 0 <= i < len(sequences) and number == sequences[i] and not is_canary[s]  # which was not trained
-    ]
+    is_canary = [False] * len(microbatch)
+    if microbatch.canary is not None:
+        is_canary = microbatch.canary.tolist()
+    numbers = []
+    for s, (i, number) in enumerate(zip(microbatch.index.tolist(), microbatch.number.tolist())):
+        if not 0 <= i < len(sequences) or number != sequences[i]:
+            continue
+        if is_canary[s]:                                            # it was not trained
+            continue
+        own = slice(bounds[s], bounds[s + 1])
+        numbers.append((i, {name: values[own] for name, values in arrays.items()}))
+    return numbers
 
 
 def write_validation(recorder: Recorder, step: int, samples: list[Sample]) -> None:
@@ -106,15 +118,22 @@ def write_validation(recorder: Recorder, step: int, samples: list[Sample]) -> No
     steps have such files. Every rank calls it, with its own samples."""
     if not recorder.config.rollouts_every:
         return
-    rows = [row_of(recorder.tokenizer, s, step, s.score) for s in samples if s.index < recorder.config.rollouts_max]
+    shown = [sample for sample in samples if sample.index < recorder.config.rollouts_max]
+    rows = [row_of(recorder.tokenizer, sample, step, sample.score) for sample in shown]
     write_rows(recorder.run_dir / f"rollouts/val_{step:06d}.parquet", [*chain(*all_gather_objects(rows))])
 
 
 def row_of(tokenizer: PreTrainedTokenizerBase, sample: Sample, step: int, reward: float) -> dict[str, Any]:
-    prompt, response, images = sample.prompt, sample.response, sample.prompt.images
-    shown = response.prompt or (images.engine_tokens(prompt.tokens) if images else prompt.tokens)
-    parts = {name: f"a list of {len(value)} numbers" if isinstance(value, list) and len(value) > 1000 else value
-             for name, value in sample.extras.items()}
+    prompt = sample.prompt
+    response = sample.response
+    images = prompt.images
+    shown = response.prompt
+    if not shown:
+        shown = images.engine_tokens(prompt.tokens) if images else prompt.tokens
+    parts = {}
+    for name, value in sample.extras.items():
+        is_long = isinstance(value, list) and len(value) > 1000
+        parts[name] = f"a list of {len(value)} numbers" if is_long else value
     return {
         "step": step,
         "index": sample.index,
@@ -138,9 +157,11 @@ def row_of(tokenizer: PreTrainedTokenizerBase, sample: Sample, step: int, reward
 
 def versions_of(response: Response) -> list[int | None] | None:
     """One entry for each token that the model sampled."""
+    if not response.versions:
+        return None
     versions = iter(response.versions)
     mask = response.mask or [True] * len(response.tokens)
-    return [next(versions) if is_sampled else None for is_sampled in mask] if response.versions else None
+    return [next(versions) if is_sampled else None for is_sampled in mask]
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]], schema: pa.Schema = SCHEMA) -> None:
@@ -150,7 +171,8 @@ def write_rows(path: Path, rows: list[dict[str, Any]], schema: pa.Schema = SCHEM
     for _, group in groupby(rows, key=lambda row: row["group"]):
         for row in islice(group, 1, None):
             row["images"] = None
-    table, temporary = pa.Table.from_pylist(rows, schema=schema), path.with_suffix(".partial")
+    table = pa.Table.from_pylist(rows, schema=schema)
+    temporary = path.with_suffix(".partial")
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         pq.write_table(table, temporary, compression="zstd")
@@ -160,12 +182,15 @@ def write_rows(path: Path, rows: list[dict[str, Any]], schema: pa.Schema = SCHEM
 def token_texts(tokenizer: PreTrainedTokenizerBase, prompt: list[int], response: list[int]) -> list[str]:
     """The text that each response token adds. A character that spans several tokens belongs to the last of them."""
     decode = cache(lambda *tokens: tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
-    texts, before, pending = [], prompt[-1:], []        # with what stands before: some drop a first token's space
+    texts = []
+    before = prompt[-1:]                              # with what stands before: some drop a first token's space
+    pending: list[int] = []
     for token in response:
         pending.append(token)
         text = decode(*before, *pending)[len(decode(*before)) :]
         is_part = text.endswith("\ufffd") and len(pending) < 4          # UTF-8 has at most 4 bytes a character
         texts.append("" if is_part else text)
         if not is_part:
-            before, pending = pending, []
+            before = pending
+            pending = []
     return texts

@@ -14,12 +14,18 @@ from common.dataset.messages import with_response
 from common.dataset.store import PromptSet
 from common.engine.base import Engine, Request, RolloutConfig
 from common.engine.remote import Bridge, RemoteEngine
+from common.episodes.metrics import measure_episodes
 from common.metrics import Meter
 from common.model.reward_model import RewardModel, RewardModelConfig
 from common.parallel.ranks import all_max, all_names, all_sum, seed_of
+<<<<<<< HEAD
 from common.rollout import Rollout, Sample
 from common.rollouts.episodes import Episodes, measure_episodes
 from common.rollouts.gather import gather_rollout
+=======
+from common.rollout import Rollout, Sample, gather_rollout
+from common.rollouts.episodes import Episodes
+>>>>>>> h/den1
 from common.rollouts.trial import try_function
 from envs.runtime.response import Response
 from envs.stored import pack, unpack
@@ -37,13 +43,17 @@ class Scoring:
         episodes (--rollout.episode) may return the scores."""
         if not config.function and not model_config.alone and not episode:
             lookup(set(data_sources), config.kwargs)
-        self.tokenizer, self.config, self.episode = tokenizer, config, episode
+        self.tokenizer = tokenizer
+        self.config = config
+        self.episode = episode
         self.model: RewardModel | None = None
         self.episodes: Episodes | None = None
         self.sampled: dict[tuple[int | str, ...], RolloutConfig] = {}  # seeds of the run's requests
         self.advance: Callable[[], None] = lambda: None
         """Called as each response ends, for a progress bar."""
-        self.pool = RewardPool(**vars(config)) if is_here and not model_config.alone else None
+        self.pool: RewardPool | None = None
+        if is_here and not model_config.alone:
+            self.pool = RewardPool(**vars(config))
 
     def try_function(self, data: Iterable[PromptSet]) -> None:
         """Call --reward.function before a model is loaded (trial.py). ValueError if it gives no score.
@@ -59,9 +69,10 @@ class Scoring:
         self.sampled[request.seed] = request.sampling
 
     def close(self) -> None:
-        for processes in (self.pool, self.episodes and self.episodes.processes):
-            if processes is not None:
-                processes.close()
+        if self.pool is not None:
+            self.pool.close()
+        if self.episodes is not None and self.episodes.processes is not None:
+            self.episodes.processes.close()
 
 
 @dataclass
@@ -93,33 +104,50 @@ def start_rollout(source: RolloutSource, request: RolloutRequest) -> "PendingRol
     Engine e samples prompts e, e + engines, ...; a group never leaves its engine. A response's seed depends only on
     `request.seed`, its prompt's place in the rows (counted from `request.first`) and its number in the group. Responses
     `with_greedy` from samplers on other ranks are waited for here."""
-    engine, scoring, data = source.engine, source.scoring, source.data
-    rows, num_samples, sampling = request.rows, request.num_samples, request.sampling
+    engine = source.engine
+    episodes = source.scoring.episodes
+    rows = request.rows
+    num_samples = request.num_samples
     if isinstance(engine, RemoteEngine):
-        engine.bridge.send(("rollout", request))
-        answer = engine.bridge.receive(lambda: all_max([source.stop()]).item()) if request.with_greedy else None
-        return RemoteRollout(engine.bridge, data, answer and answer[0] | {"samples": engine.bridge.receive_share()})
-    samples, asked = [], []
+        return start_remote_rollout(engine.bridge, source, request)
+    samples: list[Sample] = []
+    asked: list[Request] = []
     for group in engine.local_prompts(len(rows)):
-        prompt = data[rows[group]]
-        seeds = {group * num_samples + k: seed_of(*request.seed, request.first + group, k) for k in range(num_samples)}
+        prompt = source.data[rows[group]]
         if request.with_greedy:
-            seeds = {len(rows) * num_samples + group: None} | seeds
-        samples += [Sample(index, group, rows[group], prompt) for index in seeds]
-        asked += [Request(prompt, seed) for seed in seeds.values()]
-    pending = PendingRollout(engine, scoring, samples, sampling)
-    if scoring.episodes is not None:
-        scoring.episodes.run(engine, asked, sampling, pending.score, source.stop)
+            samples.append(Sample(len(rows) * num_samples + group, group, rows[group], prompt))
+            asked.append(Request(prompt, seed=None))
+        for k in range(num_samples):
+            samples.append(Sample(group * num_samples + k, group, rows[group], prompt))
+            asked.append(Request(prompt, seed_of(*request.seed, request.first + group, k)))
+    pending = PendingRollout(engine, source.scoring, samples, request.sampling)
+    if episodes is None:
+        engine.complete(asked, request.sampling, pending.score, source.stop)
     else:
-        engine.complete(asked, sampling, pending.score, source.stop)
+        episodes.run(engine, asked, request.sampling, pending.score, source.stop)
     return pending
+
+
+def start_remote_rollout(bridge: Bridge, source: RolloutSource, request: RolloutRequest) -> "RemoteRollout":
+    """Request the rollout from samplers on other ranks; if it is `with_greedy`, wait for it."""
+    bridge.send(("rollout", request))
+    if not request.with_greedy:
+        return RemoteRollout(bridge, source.data)
+    answer = bridge.receive(lambda: all_max([source.stop()]).item())
+    if answer is None:                                              # stopped
+        return RemoteRollout(bridge, source.data)
+    made, _ = answer
+    return RemoteRollout(bridge, source.data, made | {"samples": bridge.receive_share()})
 
 
 class PendingRollout:
     """Responses that were sampled and are being scored."""
 
     def __init__(self, engine: Engine, scoring: Scoring, samples: list[Sample], sampling: RolloutConfig):
-        self.engine, self.scoring, self.samples, self.sampling = engine, scoring, samples, sampling
+        self.engine = engine
+        self.scoring = scoring
+        self.samples = samples
+        self.sampling = sampling
         self.step = -1
         """The training step in which they were sampled; -1: none."""
 
@@ -128,17 +156,22 @@ class PendingRollout:
         episode's own score, in the form of a reward worker's reply; or a text to be scored."""
         if i % self.engine.config.tp != self.engine.tp_rank:
             return
-        sample, pool = self.samples[i], self.scoring.pool
+        sample = self.samples[i]
+        pool = self.scoring.pool
         sample.response = response
         self.scoring.advance()
         if reply is not None and reply.keys() & {"score", "failure"}:
             if pool is not None:
                 pool.put(i, reply)
             return
-        stop = self.sampling.stop if self.sampling else ()
-        sample.text = reply["text"] if reply else response.text(self.scoring.tokenizer, stop)
+        if reply:
+            sample.text = reply["text"]
+        else:
+            stop = self.sampling.stop if self.sampling else ()
+            sample.text = response.text(self.scoring.tokenizer, stop)
         if pool is not None:
-            pool.submit(i, sample.prompt.data_source, sample.text, sample.prompt.ground_truth, sample.prompt.extra_info)
+            prompt = sample.prompt
+            pool.submit(i, prompt.data_source, sample.text, prompt.ground_truth, prompt.extra_info)
 
     def collect(self, meter: Meter) -> Rollout:
         """Wait for the scores. All ranks call this together.
@@ -147,22 +180,19 @@ class PendingRollout:
         returned besides its score. Raises RuntimeError on all ranks if too many samples have no score.
         """
         mine = [sample for sample in self.samples if sample.response is not None]
-        # without reward functions: an episode that failed has no score, whatever the reward model would say of it
-        own = [math.nan if sample.response.end_reason in ("timeout", "error") else 0.0 for sample in mine]
-        without = Scores([], own, [{} for _ in mine], [None] * len(mine))
-        scores = without if self.scoring.pool is None else self.scoring.pool.results()
+        if self.scoring.pool is not None:
+            scores = self.scoring.pool.results()
+        else:
+            scores = scores_without_functions(mine)
         if self.scoring.model is not None:
             self.judge(mine, scores, meter)
         num_failed, num_scored = all_sum([scores.num_errors + scores.num_timeouts, len(mine)]).tolist()
         check_error_frac(int(num_failed), int(num_scored), self.scoring.config.max_error_frac, scores.first_failure)
         for sample, score, extras in zip(mine, scores.scores, scores.extras, strict=True):
-            sample.score, sample.extras, sample.step = score, extras, self.step
-        meter.mean("reward/timeout_frac", torch.tensor([kind == "timeout" for kind in scores.failures]))
-        meter.mean("reward/error_frac", torch.tensor([kind not in (None, "timeout") for kind in scores.failures]))
-        numbers = {name for sample in mine for name, value in sample.extras.items() if isinstance(value, float)}
-        for name in all_names(numbers)[:MAX_NAMES]:
-            values = [sample.extras[name] for sample in mine if isinstance(sample.extras.get(name), float)]
-            meter.mean(f"reward/{name}", torch.tensor(values, dtype=torch.float64))
+            sample.score = score
+            sample.extras = extras
+            sample.step = self.step
+        measure_rewards(meter, mine, scores)
         if self.scoring.episodes is not None:
             measure_episodes(meter, mine, self.sampling)
             for sample in mine:
@@ -174,23 +204,61 @@ class PendingRollout:
         """Add the reward model's scores to those of the reward functions. All ranks call this together. A sum that is
         no number, or too large, is a failure, to which --reward.on-error applies. What has failed before stays NaN, or
         0."""
-        model, on_error = self.scoring.model, self.scoring.config.on_error
-        judged = model.score([
-            sample.response.messages or with_response(sample.prompt.messages, sample.text) for sample in mine
-        ])
-        meter.mean("reward/model", torch.tensor([x for x in judged if math.isfinite(x)], dtype=torch.float64))
-        for i in [i for i, failure in enumerate(scores.failures) if failure is None]:
+        model = self.scoring.model
+        on_error = self.scoring.config.on_error
+        conversations = []
+        for sample in mine:
+            messages = sample.response.messages or with_response(sample.prompt.messages, sample.text)
+            conversations.append(messages)
+        judged = model.score(conversations)
+        finite = [score for score in judged if math.isfinite(score)]
+        meter.mean("reward/model", torch.tensor(finite, dtype=torch.float64))
+        for i, failure in enumerate(scores.failures):
+            if failure is not None:
+                continue
             scores.scores[i] += model.weight * judged[i]
-            if not abs(scores.scores[i]) <= MAX_SCORE:
-                text = model.unread.get(i) or (
-                    f"the reward model gave {judged[i]}, times --reward-model.weight {model.weight:g}; the rule is "
-                    f"a finite number of at most {MAX_SCORE:g} in size, the reward function's score included, and "
-                    f"an episode that does not fail")
-                if on_error == "stop":
-                    raise RuntimeError(f"reward of sample {i} failed and --reward.on-error is stop: {text}")
-                scores.failures[i] = "invalid"
-                scores.first_failure = scores.first_failure or text
-                scores.scores[i] = 0.0 if on_error == "zero" else math.nan
+            if abs(scores.scores[i]) <= MAX_SCORE:                  # False for NaN
+                continue
+            text = model.unread.get(i) or (
+                f"the reward model gave {judged[i]}, times --reward-model.weight {model.weight:g}; the rule is "
+                f"a finite number of at most {MAX_SCORE:g} in size, the reward function's score included, and "
+                f"an episode that does not fail")
+            if on_error == "stop":
+                raise RuntimeError(f"reward of sample {i} failed and --reward.on-error is stop: {text}")
+            scores.failures[i] = "invalid"
+            scores.first_failure = scores.first_failure or text
+            scores.scores[i] = 0.0 if on_error == "zero" else math.nan
+
+
+def scores_without_functions(samples: list[Sample]) -> Scores:
+    """What stands in for the reward functions where a reward model scores alone: 0, to which its score is
+    added. An episode that failed has no score, whatever the reward model would say of it."""
+    scores = []
+    for sample in samples:
+        has_failed = sample.response.end_reason in ("timeout", "error")
+        scores.append(math.nan if has_failed else 0.0)
+    return Scores(
+        scores=scores,
+        extras=[{} for _ in samples],
+        failures=[None] * len(samples),
+    )
+
+
+def measure_rewards(meter: Meter, samples: list[Sample], scores: Scores) -> None:
+    """Add to `meter` the shares of failures, and the means of the numbers in the reward dicts. All ranks call
+    it."""
+    is_timeout = [kind == "timeout" for kind in scores.failures]
+    is_error = [kind not in (None, "timeout") for kind in scores.failures]
+    meter.mean("reward/timeout_frac", torch.tensor(is_timeout))
+    meter.mean("reward/error_frac", torch.tensor(is_error))
+    numbers: dict[str, list[float]] = {}
+    for sample in samples:
+        for name, value in sample.extras.items():
+            if isinstance(value, float):
+                numbers.setdefault(name, []).append(value)
+    for name in all_names({*numbers})[:MAX_NAMES]:
+        values = numbers.get(name, [])                              # other ranks may have some
+        meter.mean(f"reward/{name}", torch.tensor(values, dtype=torch.float64))
 
 
 class RemoteRollout:
@@ -210,9 +278,14 @@ class RemoteRollout:
 
 def responses_to_state(rollout: Rollout) -> bytes:
     """This rank's samples, for a checkpoint or for another rank."""
-    return pack([vars(s) | {"prompt": None, "text": ""} for s in rollout.samples])
+    samples = [vars(sample) | {"prompt": None, "text": ""} for sample in rollout.samples]
+    return pack(samples)
 
 
 def responses_from_state(state: bytes, data: PromptSet) -> Rollout:
     """The samples that `responses_to_state` stored, of one rank or of several. All ranks call it, each with others."""
-    return gather_rollout([Sample(**saved | {"prompt": data[saved["row"]]}) for saved in unpack(state)])
+    samples = []
+    for saved in unpack(state):
+        prompt = data[saved["row"]]
+        samples.append(Sample(**saved | {"prompt": prompt}))
+    return gather_rollout(samples)

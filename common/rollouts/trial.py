@@ -33,10 +33,12 @@ def try_function(pool: RewardPool, data: Sequence[Sequence[Any]], may_fail: bool
     end = time.monotonic() + WAIT_S
     failures = {}  # data source -> the last failure
     for source, found in list(sources.items())[:MAX_SOURCES]:
-        rows = found[0], found[len(found) // 2], found[-1]
-        for prompt, text in zip(rows, TEXTS):
-            truth = prompt.ground_truth if isinstance(prompt.ground_truth, str | int | float) else ""
-            sample = source, text.format(truth=truth), prompt.ground_truth, prompt.extra_info
+        tried = (found[0], found[len(found) // 2], found[-1])
+        for prompt, text in zip(tried, TEXTS):
+            truth = ""
+            if isinstance(prompt.ground_truth, str | int | float):
+                truth = prompt.ground_truth
+            sample = (source, text.format(truth=truth), prompt.ground_truth, prompt.extra_info)
             reply = pool.attempt(sample, end - time.monotonic())
             if reply is None or reply.get("failure") == "timeout":
                 log.warning("--reward.function: no score within %g s in a call before the start; --reward.timeout-s is "
@@ -45,10 +47,13 @@ def try_function(pool: RewardPool, data: Sequence[Sequence[Any]], may_fail: bool
             failures[source] = reply
             if "failure" not in reply:
                 break
-    told = {source: " ".join(reply.get("where", reply["text"]).split())
-            for source, reply in failures.items() if "failure" in reply}
+    told = {}  # data source -> what went wrong, in one line
+    for source, reply in failures.items():
+        if "failure" in reply:
+            told[source] = " ".join(reply.get("where", reply["text"]).split())
     rule = f"--reward.function gave no score for {len(TEXTS)} texts tried on rows of the data"
-    if told and len(told) == len(failures) and not may_fail and pool.max_error_frac < 1:
+    must_score = not may_fail and pool.max_error_frac < 1
+    if must_score and told and len(told) == len(failures):
         raise ValueError(f"{rule}, before any model is loaded: {next(iter(told.values()))}. Each response needs a "
                          f"finite number, or a dict with one as 'score'; --reward.max-error-frac 1 starts all the same")
     for source, text in told.items():

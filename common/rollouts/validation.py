@@ -4,7 +4,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import chain, groupby
+from itertools import chain
 from statistics import fmean, multimode
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from common.rollouts.scoring import RolloutRequest, RolloutSource, start_rollout
 
 def spread_rows(num_rows: int, limit: int) -> list[int]:
     """At most `limit` rows (0: all), evenly spread, so that they include every part of the files."""
-    count = min(num_rows, limit or num_rows)
+    count = min(num_rows, limit) if limit else num_rows
     return [i * num_rows // count for i in range(count)]
 
 
@@ -35,11 +35,22 @@ def evaluate(source: RolloutSource, request: RolloutRequest,
         return None
     samples = pending.collect(meter).samples
     num_sampled = len(request.rows) * request.num_samples
-    sampled = [sample for sample in samples if sample.index < num_sampled]
-    greedy = [sample for sample in samples if sample.index >= num_sampled]
+    sampled: list[Sample] = []
+    greedy: list[Sample] = []
+    for sample in samples:
+        if sample.index < num_sampled:
+            sampled.append(sample)
+        else:
+            greedy.append(sample)
     metrics = validation_metrics(greedy, greedy=True) | validation_metrics(sampled, greedy=False)
+    for name, value in meter.reduce().items():
+        metrics[f"val-aux/{name}"] = value
     record(sampled or greedy)
-    return metrics | {f"val-aux/{name}": value for name, value in meter.reduce().items()}
+    return metrics
+
+
+Value = tuple[str, int, float, str | None]
+"""Of one response: its data source, its group, its value of a variable such as acc, and its vote."""
 
 
 class Scored(NamedTuple):
@@ -64,77 +75,134 @@ def validation_metrics(samples: list[Sample], greedy: bool) -> dict[str, float]:
     maj@N is the acc of the most frequent "pred" of the reward dicts, ties shared; samples without a score or a "pred"
     have no vote, a prompt without votes counts 0.
     """
-    return metrics_of_all([*chain(*all_gather_objects([scored(sample) for sample in samples]))], greedy)
+    mine = [*map(scored, samples)]
+    rows = [*chain(*all_gather_objects(mine))]
+    return metrics_of_all(rows, greedy)
 
 
 def metrics_of_all(rows: list[Scored], greedy: bool) -> dict[str, float]:
     """The metrics of `validation_metrics` from all responses, in any order."""
-    metrics = metrics_of([(row.data_source, row.group, row.acc, row.vote) for row in rows], greedy)
-    metrics |= metrics_of([(row.data_source, row.group, row.reward, row.vote) for row in rows], greedy, "reward")
-    return metrics | means_of_numbers(rows, greedy)
+    accs: list[Value] = []
+    rewards: list[Value] = []
+    for row in rows:
+        accs.append((row.data_source, row.group, row.acc, row.vote))
+        rewards.append((row.data_source, row.group, row.reward, row.vote))
+    return metrics_of(accs, greedy) | metrics_of(rewards, greedy, "reward") | means_of_numbers(rows, greedy)
 
 
-def metrics_of(rows: list[tuple[str, int, float, str | None]], greedy: bool, variable: str = "acc") -> dict[str, float]:
-    """Those of one variable, from (data source, group, its value, vote) of each response. As in verl only acc is in
-    val-core/."""
+def metrics_of(rows: list[Value], greedy: bool, variable: str = "acc") -> dict[str, float]:
+    """Those of one variable. As in verl only acc is in val-core/."""
     metrics = {}
-    for source, of_source in groupby(sorted(rows, key=lambda row: row[:3]), key=lambda row: row[0]):
-        groups = [[row[2:] for row in group] for _, group in groupby(of_source, key=lambda row: row[1])]
-        values = np.array([[value for value, _ in group] for group in groups])                  # [P, N]
-        aux, N = f"val-aux/{source}/{variable}", values.shape[1]
-        core = f"val-core/{source}/acc" if variable == "acc" else aux
+    for source, groups in groups_by_source(rows).items():
+        values = values_of(groups)                                                      # [P, N]
+        N = values.shape[1]
+        aux = f"val-aux/{source}/{variable}"
+        core = aux
+        if variable == "acc":
+            core = f"val-core/{source}/acc"
         name = "greedy" if greedy else f"mean@{N}"
+        stderr = 0.0
+        if len(values) > 1:
+            stderr = values.mean(1).std(ddof=1) / len(values) ** 0.5
         metrics[f"{core}/{name}"] = float(values.mean())
-        stderr = values.mean(1).std(ddof=1) / len(values) ** 0.5 if len(values) > 1 else 0.0
         metrics[f"{aux}/{name}/stderr"] = float(stderr)
-        if N > 1:
-            metrics[f"{aux}/std@{N}"] = float(values.std(1).mean())
-            metrics[f"{core}/best@{N}/mean"] = float(best_at(values, N).mean())
-            for k in (2**e for e in range(1, (N - 1).bit_length())):
-                metrics[f"{aux}/best@{k}/mean"] = float(best_at(values, k).mean())
-            if any(vote is not None for group in groups for _, vote in group):
-                metrics[f"{core}/maj@{N}/mean"] = float(np.mean([majority(group) for group in groups]))
+        if N == 1:
+            continue
+        metrics[f"{aux}/std@{N}"] = float(values.std(1).mean())
+        metrics[f"{core}/best@{N}/mean"] = float(best_at(values, N).mean())
+        k = 2
+        while k < N:
+            metrics[f"{aux}/best@{k}/mean"] = float(best_at(values, k).mean())
+            k *= 2
+        if any(vote is not None for _, vote in chain(*groups)):
+            majorities = [majority(group) for group in groups]
+            metrics[f"{core}/maj@{N}/mean"] = float(np.mean(majorities))
     return metrics
+
+
+def groups_by_source(rows: list[Value]) -> dict[str, list[list[tuple[float, str | None]]]]:
+    """Data source -> its groups, each with the values and votes of its responses. Everything is sorted, so that
+    sums do not depend on the order of `rows`."""
+    found: dict[str, dict[int, list[tuple[float, str | None]]]] = {}
+    for source, group, value, vote in sorted(rows, key=lambda row: row[:3]):
+        groups = found.setdefault(source, {})
+        groups.setdefault(group, []).append((value, vote))
+    groups_of = {}
+    for source, groups in found.items():
+        groups_of[source] = [*groups.values()]
+    return groups_of
+
+
+def values_of(groups: list[list[tuple[float, str | None]]]) -> np.ndarray:
+    rows = []
+    for group in groups:
+        rows.append([value for value, _ in group])
+    return np.array(rows)
 
 
 def means_of_numbers(rows: list[Scored], greedy: bool) -> dict[str, float]:
     """val-aux/SOURCE/NAME/{greedy or mean@N}: means over the responses that have the number. A key "reward" has none:
     that name is the score's."""
-    found = defaultdict(list)
+    found = defaultdict(list)                                                        # (source, name) -> numbers
+    num_responses: dict[tuple[str, int], int] = Counter()                               # of each group
     for row in rows:
+        num_responses[row.data_source, row.group] += 1
         for name in row.numbers.keys() - {"acc", "reward"}:
             found[row.data_source, name].append(row.numbers[name])
-    sizes = {row[0]: size for row, size in Counter((row.data_source, row.group) for row in rows).items()}
-    return {f"val-aux/{source}/{name}/{'greedy' if greedy else f'mean@{sizes[source]}'}": fmean(values)
-            for (source, name), values in sorted(found.items())}
+    samples_per_prompt = {source: number for (source, _), number in num_responses.items()}
+    metrics = {}
+    for (source, name), values in sorted(found.items()):
+        how = "greedy" if greedy else f"mean@{samples_per_prompt[source]}"
+        metrics[f"val-aux/{source}/{name}/{how}"] = fmean(values)
+    return metrics
 
 
 def scored(sample: Sample) -> Scored:
-    reward = float(np.nan_to_num(sample.score))
-    return Scored(sample.prompt.data_source, sample.group, *acc_and_vote(sample), reward, numbers_of(sample.extras))
+    acc, vote = acc_and_vote(sample)
+    return Scored(
+        data_source=sample.prompt.data_source,
+        group=sample.group,
+        acc=acc,
+        vote=vote,
+        reward=float(np.nan_to_num(sample.score)),
+        numbers=numbers_of(sample.extras),
+    )
 
 
 def numbers_of(extras: dict[str, Any]) -> dict[str, float]:
-    return {name: value for name, value in extras.items() if isinstance(value, float) and math.isfinite(value)}
+    found = {}
+    for name, value in extras.items():
+        if isinstance(value, float) and math.isfinite(value):
+            found[name] = value
+    return found
 
 
 def acc_and_vote(sample: Sample) -> tuple[float, str | None]:
     """A sample's acc, and its "pred" as text; None: no vote."""
-    acc, pred = sample.extras.get("acc"), sample.extras.get("pred")
+    acc = sample.extras.get("acc")
     if not isinstance(acc, int | float) or not math.isfinite(acc):
         acc = np.nan_to_num(sample.score)
-    return float(acc), None if pred is None or math.isnan(sample.score) else str(pred)
+    pred = sample.extras.get("pred")
+    if pred is None or math.isnan(sample.score):
+        return float(acc), None
+    return float(acc), str(pred)
 
 
 def best_at(accs: np.ndarray, k: int) -> np.ndarray:
     """Expected best of k samples drawn from each row without replacement: [P, N] -> [P]. For 0/1 scores with c ones
     this is pass@k = 1 - C(N - c, k) / C(N, k)."""
     N = accs.shape[1]
-    shares = np.array([math.comb(i, k - 1) / math.comb(N, k) for i in range(N)])    # that the i-th smallest is the best
+    num_draws = math.comb(N, k)
+    # the i-th smallest is the best of a draw if the other k - 1 are among the i that are smaller
+    shares = np.array([math.comb(i, k - 1) / num_draws for i in range(N)])
     return np.sort(accs, axis=1) @ shares
 
 
 def majority(group: list[tuple[float, str | None]]) -> float:
     """Mean acc of the samples whose answer is the most frequent one (of the most frequent ones); 0 without answers."""
-    most_frequent = multimode(vote for _, vote in group if vote is not None)
-    return float(np.mean([acc for acc, vote in group if vote in most_frequent])) if most_frequent else 0.0
+    votes = [vote for _, vote in group if vote is not None]
+    if not votes:
+        return 0.0
+    most_frequent = multimode(votes)
+    accs = [acc for acc, vote in group if vote in most_frequent]
+    return float(np.mean(accs))

@@ -10,7 +10,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 ADAPTERS = "adapter_config.json"
 
 
@@ -26,7 +27,8 @@ def check_folder(path: str, flag: str) -> None:
 
 def check_config(path: str, flag: str) -> None:
     """Raise ValueError if `path` is no folder with the config of one model."""
-    folder, file = Path(path), Path(path) / "config.json"
+    folder = Path(path)
+    file = folder / "config.json"
     rule = f"{flag} must be a Hugging Face model folder or hub name{hint(folder)}"
     if not file.is_file():
         raise ValueError(f"{path} holds no config.json: {rule}")
@@ -63,11 +65,7 @@ def weight_files(folder: Path, path: str) -> list[Path]:
     if (folder / SINGLE).is_file() or not index.is_file():
         names = [SINGLE]
     else:
-        named = read_object(index).get("weight_map")
-        if not isinstance(named, dict) or not named or not all(isinstance(name, str) for name in named.values()):
-            raise ValueError(f"{index} has no weight_map of tensors and files: write the model again with "
-                             f"save_pretrained, or choose another")
-        names = sorted(set(named.values()))
+        names = files_in(index)
     for name in names:
         if os.path.isabs(name) or os.path.normpath(name).startswith(".."):
             raise ValueError(f"{index} names {name}, which must be a file in its own folder")
@@ -78,11 +76,24 @@ def weight_files(folder: Path, path: str) -> list[Path]:
     return [folder / name for name in names]
 
 
+def files_in(index: Path) -> list[str]:
+    """The names of files in an index of weights, sorted."""
+    named = read_object(index).get("weight_map")
+    is_map = isinstance(named, dict) and all(isinstance(name, str) for name in named.values())
+    if not named or not is_map:
+        raise ValueError(f"{index} has no weight_map of tensors and files: write the model again with "
+                         f"save_pretrained, or choose another")
+    return sorted(set(named.values()))
+
+
 def reason(folder: Path, names: list[str]) -> str:
     """Why a folder without one of the files `names` has no weights to read, and what to do."""
     if names != [SINGLE]:
         return f", which {INDEX} names: copy or download the folder again"
-    others = sorted(path.name for path in folder.glob("*.safetensors") if path.is_file())
+    others = []
+    for path in sorted(folder.glob("*.safetensors")):
+        if path.is_file():
+            others.append(path.name)
     if others:
         return f" and {INDEX}, and {', '.join(others[:3])} is not read: write the model again with save_pretrained"
     return (": weights must be safetensors, because reading a pytorch_model.bin can run code; convert the model with "

@@ -15,8 +15,9 @@ from transformers.core_model_loading import rename_source_key as rename
 
 from common.source.folder import check_weights, weight_files
 
-SAMPLES, SAMPLE_BYTES = 8, 4096
+SAMPLES = 8
 """Parts of a tensor that its checksum covers, from the first to the last bytes: 32 KB a tensor, to be cheap."""
+SAMPLE_BYTES = 4096
 
 
 class Experts:
@@ -31,10 +32,12 @@ class Experts:
 
     def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
         experts, rows, columns = index
-        found, above = [], 0
+        found = []
+        above = 0                                       # rows of the parts before
         for matrices in self.parts:
             part = slice(max(rows.start - above, 0), max(rows.stop - above, 0))
-            found.append(torch.stack([matrix[part, columns] for matrix in matrices[experts]]))
+            taken = [matrix[part, columns] for matrix in matrices[experts]]
+            found.append(torch.stack(taken))
             above += len(matrices[0])
         return torch.cat(found, 1)
 
@@ -47,7 +50,9 @@ def is_adapter(name: str) -> bool:
 def open_folder(path: str) -> dict[str, Tensor]:
     """The tensors in the safetensors files of a model folder or hub name. Raises ValueError if there are none: a pickle
     (pytorch_model.bin) is never read."""
-    here = Path(path) if Path(path).is_dir() else Path(snapshot_download(path, allow_patterns="model*.safetensors*"))
+    here = Path(path)
+    if not here.is_dir():
+        here = Path(snapshot_download(path, allow_patterns="model*.safetensors*"))
     found = {}
     for file in weight_files(here, path):
         check_weights(file)
@@ -73,24 +78,29 @@ def fingerprint(path: str) -> str:
 def weights_of(model: PreTrainedModel, path: str, stored: dict[str, Tensor]) -> dict[str, Tensor | Experts]:
     """Every weight and saved buffer under its name in `model`, tied ones once.
     Raises ValueError if one is missing, has another shape or is quantized, or if tied ones differ."""
-    stored, weights = _named_as_in(model, stored), {}
-    names: dict[Tensor, list[str]] = {}
+    available = _named_as_in(model, stored)
+    names: dict[Tensor, list[str]] = {}                 # tied weights are one tensor with several names
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not is_adapter(name):
             names.setdefault(tensor, []).append(name)
-    for tensor, (name, *others) in names.items():
-        found = [stored[key] for key in (name, *others) if key in stored]
+    weights = {}
+    for tensor, tied in names.items():
+        name = tied[0]
+        found = [available[key] for key in tied if key in available]
         if not found:
             raise ValueError(f"{path} lacks weights, {name} among them: choose a complete model")
-        if found[0].shape != tensor.shape:
-            raise ValueError(f"{path}: {name} is {list(found[0].shape)}, must be {list(tensor.shape)} by config.json")
-        if tensor.is_floating_point() and (not found[0].dtype.is_floating_point or found[0].dtype.itemsize < 2):
-            raise ValueError(f"{path}: {name} is {found[0].dtype}, so the model is quantized, and what is trained is "
+        first, *others = found
+        if first.shape != tensor.shape:
+            raise ValueError(f"{path}: {name} is {list(first.shape)}, must be {list(tensor.shape)} by config.json")
+        is_quantized = not first.dtype.is_floating_point or first.dtype.itemsize < 2
+        if is_quantized and tensor.is_floating_point():
+            raise ValueError(f"{path}: {name} is {first.dtype}, so the model is quantized, and what is trained is "
                              f"not: choose the model that it was made from")
-        if any(not torch.equal(found[0], other) for other in found[1:]):
-            raise ValueError(f"{path}: {' and '.join((name, *others))} are two tensors, and config.json ties them: "
-                             f"transformers would keep both, vLLM one; set tie_word_embeddings to false in it")
-        weights[name] = found[0]
+        for other in others:
+            if not torch.equal(first, other):
+                raise ValueError(f"{path}: {' and '.join(tied)} are two tensors, and config.json ties them: "
+                                 f"transformers would keep both, vLLM one; set tie_word_embeddings to false in it")
+        weights[name] = first
     return weights
 
 
@@ -98,22 +108,35 @@ def _named_as_in(model: PreTrainedModel, stored: dict[str, Tensor]) -> dict[str,
     """Like `from_pretrained`: the tensors of a published model, named and joined as in `model`. Tensors that are joined
     or cut in another way than experts (in one family with full attention, hrm_text) are read now."""
     transforms = get_model_conversion_mapping(model)
-    renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
-    converter_of = {pattern: entry for entry in converters for pattern in entry.source_patterns}
-    wanted, prefix = model.state_dict(), model.base_model_prefix
-    found, joined = {}, {}
+    renamings: list[WeightRenaming] = []
+    converters: list[WeightConverter] = []
+    converter_of: dict[str, WeightConverter] = {}       # by each pattern of names that it joins
+    for entry in transforms:
+        if isinstance(entry, WeightRenaming):
+            renamings.append(entry)
+        elif isinstance(entry, WeightConverter):
+            converters.append(entry)
+            converter_of |= dict.fromkeys(entry.source_patterns, entry)
+    wanted = model.state_dict()
+    prefix = model.base_model_prefix
+    found = {}
+    joined: dict[str, WeightConverter] = {}             # name in `model` -> what has collected its parts
     for name in sorted(stored, key=dot_natural_key):
         target, pattern = rename(name, renamings, converters, prefix, wanted)
         if target not in wanted and name in wanted:
             target, pattern = rename(name, [], [], prefix, wanted)
-        if target in wanted and pattern is None:
+        if target not in wanted:
+            continue
+        if pattern is None:
             found.setdefault(target, stored[name])      # of two with one name, from_pretrained takes the first
-        elif target in wanted:
-            joined.setdefault(target, deepcopy(converter_of[pattern])).add_tensor(target, name, pattern, stored[name])
+            continue
+        if target not in joined:
+            joined[target] = deepcopy(converter_of[pattern])
+        joined[target].add_tensor(target, name, pattern, stored[name])
     for target, converter in joined.items():
         if isinstance(converter.operations[0], MergeModulelist):
-            found[target] = Experts([converter.collected_tensors[pattern] for pattern in converter.source_patterns])
+            parts = [converter.collected_tensors[pattern] for pattern in converter.source_patterns]
+            found[target] = Experts(parts)
         else:
             found |= converter.convert(target, model=model, config=model.config)
     return found

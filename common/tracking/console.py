@@ -1,6 +1,7 @@
 """What a run prints."""
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,8 @@ def batch_line(sizes: Sequence[int], max_tokens: int, longest: int, ranks: int) 
     tokens that a prompt and its response may have."""
     prompts, samples, minibatches, epochs = sizes
     responses = prompts * samples
-    number = -(-responses // (minibatches * ranks * max(1, max_tokens // longest)))
+    responses_of_microbatch = max(1, max_tokens // longest)
+    number = math.ceil(responses / (minibatches * ranks * responses_of_microbatch))
     return (f"{prompts:,} prompts x {samples:,} samples = {responses:,} responses a step, {minibatches} mini-batch(es) "
             f"of {responses // minibatches:,}, {epochs} epoch(s), micro-batches of up to {max_tokens:,} tokens on each "
             f"of {ranks} rank(s), about {number} at the longest lengths")
@@ -27,41 +29,62 @@ def step_line(step: int, total_steps: int, metrics: dict[str, float]) -> str:
         ("entropy", "actor/entropy", ".2f"), ("kl", "actor/ppo_kl", ".1e"), ("clip", "actor/pg_clipfrac", ".3f"),
         ("grad", "actor/grad_norm", ".2g"),
     ]
-    numbers = [
-        f"{label} {metrics[name]:{form}}" for label, name, form in shown
-        if name in metrics and (metrics[name] or label not in ("kl", "clip"))   # with one update per rollout both are 0
-    ]
-    # names with a further slash, timing_s/agent_loop/..., are parts of a phase
-    phases = {name.partition("/")[2]: s for name, s in metrics.items() if re.fullmatch(r"timing_s/\w+", name)}
+    numbers = []
+    for label, name, form in shown:
+        if name not in metrics:
+            continue
+        if label in ("kl", "clip") and not metrics[name]:               # with one update per rollout both are 0
+            continue
+        numbers.append(f"{label} {metrics[name]:{form}}")
+    phases = {}
+    for name, seconds in metrics.items():
+        # names with a further slash, timing_s/agent_loop/..., are parts of a phase
+        if re.fullmatch(r"timing_s/\w+", name):
+            phases[name.removeprefix("timing_s/")] = seconds
     step_s = phases.pop("step")
-    meanwhile = f", samplers {phases.pop('gen'):.4g}" if "wait" in phases else ""
+    meanwhile = ""
+    if "wait" in phases:
+        meanwhile = f", samplers {phases.pop('gen'):.4g}"
     longest = sorted(phases.items(), key=lambda phase: phase[1], reverse=True)[:2]
     rest = step_s - sum(s for _, s in longest)
-    seconds = " ".join(f"{phase} {s:.4g}" for phase, s in [*longest, ("rest", rest)]) + meanwhile
+    parts = " ".join(f"{phase} {s:.4g}" for phase, s in [*longest, ("rest", rest)])
     not_every_step = phases.get("testing", 0.0) + phases.get("save_checkpoint", 0.0)
     left = f"{(total_steps - step) * (step_s - not_every_step) / 60:.0f} min left"
     width = len(str(total_steps))
-    line = f"step {step:>{width}}/{total_steps}  {'  '.join(numbers)} | {step_s:.4g} s: {seconds} | {left}"
-    return f"{line}\n{val_line(f'after step {step}', metrics)}" if any(k.startswith("val-") for k in metrics) else line
+    line = f"step {step:>{width}}/{total_steps}  {'  '.join(numbers)} | {step_s:.4g} s: {parts}{meanwhile} | {left}"
+    if any(name.startswith("val-") for name in metrics):
+        line += "\n" + val_line(f"after step {step}", metrics)
+    return line
 
 
 def val_line(when: str, metrics: dict[str, float]) -> str:
     """The validation results in one line."""
-    results = [f"{k.removeprefix('val-core/')} {v:.3f}" for k, v in metrics.items() if k.startswith("val-core/")]
+    results = []
+    for name, value in metrics.items():
+        if name.startswith("val-core/"):
+            results.append(f"{name.removeprefix('val-core/')} {value:.3f}")
     return f"validation {when}:  " + "  ".join(results)
 
 
 def summary(run_dir: Path) -> str:
     """The last lines of a finished run: validation before and after, seconds, memory, and where everything is."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    validated = sorted({name for row in rows for name in row if name.startswith("val-core/")})
+    validated: dict[str, list[float]] = {}                           # metric -> its values, the first one first
+    for row in rows:
+        for name, value in row.items():
+            if name.startswith("val-core/"):
+                validated.setdefault(name, []).append(value)
     lines = ["validation, before -> after"] if validated else []
-    for name in validated:
-        values = [row[name] for row in rows if name in row]
+    for name, values in sorted(validated.items()):
         lines.append(f"  {name.removeprefix('val-core/')}  {values[0]:.3f} -> {values[-1]:.3f}")
-    steps = [row for row in rows if "timing_s/step" in row]
-    seconds = sum(row["timing_s/step"] for row in steps)
-    peaks = [row.get("perf/max_memory_reserved_gb", row["perf/cpu_memory_peak_gb"]) for row in steps]   # of GPU, CPU
-    lines.append(f"{len(steps)} steps in {seconds:.0f} s, peak memory of a rank {max(peaks, default=0.0):.1f} GiB")
+    num_steps = 0
+    seconds = 0.0
+    peak_gb = 0.0                                                       # of the GPU, without one of the host
+    for row in rows:
+        if "timing_s/step" in row:
+            num_steps += 1
+            seconds += row["timing_s/step"]
+            peak_gb = max(peak_gb, row.get("perf/max_memory_reserved_gb", row["perf/cpu_memory_peak_gb"]))
+    lines.append(f"{num_steps} steps in {seconds:.0f} s, peak memory of a rank {peak_gb:.1f} GiB")
     lines.append(f"run folder {run_dir.resolve().as_uri()}, report: python -m tools.report {run_dir}")
     return "\n".join(lines)

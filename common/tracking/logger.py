@@ -61,7 +61,9 @@ class Tracker:
         """`state`: the result of `state_dict` if the run is resumed, else {}. Lines written after that state are
         dropped, so no step appears twice."""
         self.is_main = world.is_main
-        self.run_dir, self.wandb, self.wandb_id = Path(run_dir), None, state.get("wandb_id")
+        self.run_dir = Path(run_dir)
+        self.wandb = None
+        self.wandb_id = state.get("wandb_id")
         self.tensorboard = None
         self.jsonl = self.run_dir / "metrics.jsonl"
         self.health = HealthCheck()
@@ -85,10 +87,13 @@ class Tracker:
             from torch.utils.tensorboard import SummaryWriter
 
             folder = self.run_dir / "tensorboard"
-            for file in [] if state else folder.glob("events.out.tfevents.*"):  # other files are the user's
-                file.unlink()
-            # TensorBoard drops what it has of this step and later ones
-            self.tensorboard = SummaryWriter(str(folder), purge_step=state["step"] + 1 if state else None)
+            purge_step = None
+            if state:                                               # TensorBoard drops this step and later ones
+                purge_step = state["step"] + 1
+            else:
+                for file in folder.glob("events.out.tfevents.*"):           # other files are the user's
+                    file.unlink()
+            self.tensorboard = SummaryWriter(str(folder), purge_step=purge_step)
 
     def log(self, step: int, metrics: dict[str, float], line: str) -> None:
         """`line` is the step's line on the console. Raises ValueError if another run has taken the folder."""
@@ -154,8 +159,12 @@ def is_row(line: bytes) -> bool:
 def record_start(run_dir: Path, flags: dict[str, Any], num_ranks: int) -> None:
     """Write RUN_DIR/start_N, N counts from 1: the script, the command, the commit and what differs from it. `flags`:
     without secrets. One rank calls it."""
-    numbers = [folder.name.removeprefix("start_") for folder in run_dir.glob("start_*")]
-    folder = run_dir / f"start_{1 + max((int(number) for number in numbers if number.isdecimal()), default=0)}"
+    last = 0
+    for earlier in run_dir.glob("start_*"):
+        number = earlier.name.removeprefix("start_")
+        if number.isdecimal():
+            last = max(last, int(number))
+    folder = run_dir / f"start_{last + 1}"
     folder.mkdir(parents=True)
     script = Path(sys.argv[0])
     if script.is_file():
@@ -167,11 +176,20 @@ def record_start(run_dir: Path, flags: dict[str, Any], num_ranks: int) -> None:
         "host": socket.gethostname(),
         "ranks": num_ranks,
         "commit": _git("rev-parse HEAD").strip(),
-        # by the names of folders: to read what lies in them takes a hundred times as long
-        "versions": dict(path.stem.split("-", 1) for it in reversed(sys.path) for path in Path(it).glob("*.dist-info")),
+        "versions": installed_versions(),
         "flags": flags,
     }
     (folder / "start.json").write_text(json.dumps(start, indent=2, default=str) + "\n")
+
+
+def installed_versions() -> dict[str, str]:
+    """Package -> version, by the names of folders: to read what lies in them takes a hundred times as long."""
+    versions: dict[str, str] = {}
+    for folder in reversed(sys.path):                                       # the first that has a package wins
+        for path in Path(folder).glob("*.dist-info"):
+            package, version = path.stem.split("-", 1)
+            versions[package] = version
+    return versions
 
 
 def _git(arguments: str) -> str:

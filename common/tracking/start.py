@@ -21,13 +21,19 @@ def notes(args: Any, sizes: tuple[int, int], train_set: Any, val_set: Any) -> It
     """What to say of a run, a line each. `sizes`: its steps, and the rows of a step. `train_set`, `val_set` (or None):
     as the scripts load them."""
     total_steps, rows_per_step = sizes
-    flags, num_rows = flags_of(args), len(train_set)
-    for optim in sorted(flag.removesuffix(".lr") for flag in flags if flag.endswith("optim.lr")):
-        if flags[f"{optim}.lr"] > MOST_LR:
-            yield (f"{optim}.lr {flags[f'{optim}.lr']:g}: a step changes each weight by up to about that, more than "
+    flags = flags_of(args)
+    num_rows = len(train_set)
+    for flag in sorted(flags):
+        if not flag.endswith("optim.lr"):
+            continue
+        optim = flag.removesuffix(".lr")
+        lr = flags[flag]
+        warmup_steps = flags[f"{optim}.warmup-steps"]
+        if lr > MOST_LR:
+            yield (f"{optim}.lr {lr:g}: a step changes each weight by up to about that, more than "
                    f"most weights are")
-        if flags[f"{optim}.warmup-steps"] >= total_steps:
-            yield (f"{optim}.warmup-steps {flags[f'{optim}.warmup-steps']}: the run ends with its {total_steps} steps "
+        if warmup_steps >= total_steps:
+            yield (f"{optim}.warmup-steps {warmup_steps}: the run ends with its {total_steps} steps "
                    f"before the learning rate reaches its peak")
     if rows_per_step > num_rows:
         yield f"a step takes {rows_per_step} of {num_rows} rows: some come twice in it"
@@ -39,7 +45,7 @@ def notes(args: Any, sizes: tuple[int, int], train_set: Any, val_set: Any) -> It
 
 def shared_rows(train_set: Any, val_set: Any) -> Iterator[str]:
     """Whether the validation shows rows that the training shows, too."""
-    trained = {os.path.realpath(file) for file in train_set.loaded.files}
+    trained = {*map(os.path.realpath, train_set.loaded.files)}
     shared = [file for file in val_set.loaded.files if os.path.realpath(file) in trained]
     if shared:
         yield f"{len(shared)} files of --val-data are also in --train-data: {', '.join(shared[:3])}"
@@ -48,7 +54,8 @@ def shared_rows(train_set: Any, val_set: Any) -> Iterator[str]:
     elif isinstance(train_set, PromptSet):
         # the set of values is the smaller one; the other is read from its file in pieces
         is_shared = pc.is_in(train_set.table["row"], value_set=val_set.table["row"])
-        if count := pc.sum(is_shared).as_py():
+        count = pc.sum(is_shared).as_py()
+        if count:
             yield f"{count} training rows are also in --val-data"
 
 
@@ -56,27 +63,45 @@ def check_best_metric(metric: str, val_set: Any, num_samples: int | None = None)
     """Raise ValueError if --save.best-metric names a data source that the validation does not have, or a result that no
     validation with `num_samples` (--eval-n) gives, before anything is loaded; what else it may misspell is found after
     the first validation."""
-    sources = sorted(val_set.loaded.data_sources) if val_set is not None else []
+    sources: list[str] = []
+    if val_set is not None:
+        sources = sorted(val_set.loaded.data_sources)
     section, _, rest = metric.partition("/")
     is_result = RESULT.fullmatch(rest) is not None
-    # val-aux/ has metrics of no data source, too: val-aux/num_turns/mean, or val-aux/reward/NAME with any NAME
-    is_of_source = section == "val-core" or (section == "val-aux" and is_result and not rest.startswith("reward/"))
+    is_of_source = section == "val-core"
+    if section == "val-aux":
+        # it has metrics of no data source, too: val-aux/num_turns/mean, or val-aux/reward/NAME with any NAME
+        is_of_source = is_result and not rest.startswith("reward/")
     if not sources or not is_of_source:
         return
-    found = [rest.removeprefix(f"{source}/") for source in sources if rest.startswith(f"{source}/")]
+    found = []                                      # the metric without each data source that it may begin with
+    for source in sources:
+        if rest.startswith(f"{source}/"):
+            found.append(rest.removeprefix(f"{source}/"))
     if not found:
         known = [f"{section}/{source}/" for source in sources]
         raise ValueError(f"--save.best-metric {metric} must be of a data source of --val-data: it begins with "
                          f"{' or '.join(known[:10])}")
     if is_result and num_samples is not None:
-        core, aux = results_of(num_samples)
-        given = core if section == "val-core" else aux
-        parts = [match.groups() for name in found if (match := RESULT.fullmatch(name))]
-        if not any(result in given.get(variable, given.get("NAME", ())) for variable, result in parts):
-            known = [f"val-core/SOURCE/acc/ with {', '.join(core['acc'])}"]
-            known += [f"val-aux/SOURCE/{variable}/ with {', '.join(results)}" for variable, results in aux.items()]
-            raise ValueError(f"--save.best-metric {metric} must be a result of a validation with --eval-n "
-                             f"{num_samples}: {'; '.join(known)}")
+        check_result(metric, section, found, num_samples)
+
+
+def check_result(metric: str, section: str, found: list[str], num_samples: int) -> None:
+    """Raise ValueError if a validation gives none of `found`, what may follow the data source in `metric`."""
+    core, aux = results_of(num_samples)
+    given = core if section == "val-core" else aux
+    for name in found:
+        match = RESULT.fullmatch(name)
+        if match is None:
+            continue
+        variable, result = match.groups()
+        if result in given.get(variable, given.get("NAME", ())):
+            return
+    known = [f"val-core/SOURCE/acc/ with {', '.join(core['acc'])}"]
+    for variable, results in aux.items():
+        known.append(f"val-aux/SOURCE/{variable}/ with {', '.join(results)}")
+    raise ValueError(f"--save.best-metric {metric} must be a result of a validation with --eval-n "
+                     f"{num_samples}: {'; '.join(known)}")
 
 
 def results_of(num_samples: int) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
@@ -84,7 +109,15 @@ def results_of(num_samples: int) -> tuple[dict[str, list[str]], dict[str, list[s
     the other numbers of a reward dict."""
     N = num_samples
     means = ["greedy", f"mean@{N}"] if N else ["greedy"]
-    several = [f"best@{N}/mean", f"maj@{N}/mean"] if N > 1 else []
-    others = [f"{name}/stderr" for name in means] + ([f"std@{N}"] if N > 1 else [])
-    others += [f"best@{2**e}/mean" for e in range(1, (N - 1).bit_length())]
-    return {"acc": means + several}, {"acc": others, "reward": means + several + others, "NAME": means}
+    others = [f"{name}/stderr" for name in means]
+    several: list[str] = []
+    if N > 1:
+        several = [f"best@{N}/mean", f"maj@{N}/mean"]
+        others.append(f"std@{N}")
+    k = 2
+    while k < N:
+        others.append(f"best@{k}/mean")
+        k *= 2
+    core = {"acc": means + several}
+    aux = {"acc": others, "reward": means + several + others, "NAME": means}
+    return core, aux

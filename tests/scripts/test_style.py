@@ -207,7 +207,7 @@ def test_a_flag_that_nobody_reads_is_found():
     unread = ["common/model/optimizers.py OptimConfig.warmup_steps"]
     assert Flags(SOURCES | {"common/optim.py": source}).unread() == unread
     sources = {file: text.replace("args.save.dtype", "0") for file, text in SOURCES.items()}
-    assert Flags(sources).unread() == ["common/checkpoint/manager.py SaveConfig.dtype"]
+    assert Flags(sources).unread() == ["common/checkpoint/config.py SaveConfig.dtype"]
     pool = "rewards/runtime/pool.py"
     source = SOURCES[pool].replace("max_error_frac: float = 0.5):", "other: float = 0.5):")
     assert Flags(SOURCES | {pool: source}).unread() == [f"{pool} RewardConfig.max_error_frac"]
@@ -563,7 +563,7 @@ def test_an_import_circle_is_found():
 
 # The files and packages directly in common/, top first. A unit imports only units after it in this list, so no two of
 # them need each other. Scripts are above all, rewards/ and envs/ import nothing of common/.
-LAYERS = ["run", "training", "rollouts", "tracking", "checkpoint", "engine", "dataset", "losses",
+LAYERS = ["run", "training", "rollouts", "episodes", "tracking", "checkpoint", "engine", "dataset", "losses",
           "correction", "rollout", "optim", "memory", "model", "kernels", "packing", "prompts", "metrics", "segments",
           "parallel", "batch", "layout", "presets", "source"]
 

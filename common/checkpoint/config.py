@@ -1,0 +1,45 @@
+"""The flags of checkpoints, --save.*: when they are written, which stay, what a run starts from."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import tyro
+
+from common.parallel.ranks import check_at_least
+
+
+@dataclass
+class SaveConfig:
+    every: int = 20
+    """Steps between checkpoints; the last step is always saved. 0: only the last step."""
+    keep: int = 2
+    """Number of newest checkpoints that stay on disk."""
+    keep_best: bool = False
+    """Also keep the checkpoint of the step with the best validation, which is saved even if --save.every does
+    not ask for it. RUN_DIR/best.json names it. Of equal values the earlier step stays. Needs --val-data."""
+    best_metric: str = ""
+    """Metric of the validation that --save.keep-best ranks by, such as val-core/gsm8k/acc/greedy, or the score,
+    val-aux/gsm8k/reward/greedy; higher is better, of a loss lower. Default: the first val-core/.../mean@N (sampled) in
+    alphabetical order, without one the first val-core/. Needs --save.keep-best."""
+    async_: Annotated[bool, tyro.conf.arg(name="async")] = False
+    """Write checkpoints in the background, from a copy in host memory (12 bytes a parameter, over all ranks)."""
+    hf: Literal["never", "end"] = "end"
+    """When to write RUN_DIR/model, a Hugging Face folder (`python -m tools.checkpoints export` makes one
+    later)."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Data type of its weights. auto: the type of --policy.compute-dtype. float32: as they were trained."""
+    resume: str = "auto"
+    """auto: resume from the newest complete checkpoint of the run folder, if there is one. none: start anew.
+    Else a run folder or a checkpoint to start from. none and a path need a run folder without checkpoints; a
+    restart by torchrun or Slurm continues the run folder in any case."""
+    allow_changes: bool = False
+    """Continue a run although flags that change its results differ from those of its last start."""
+    timeout_s: float = 3600.0
+    """Seconds that a phase (model load, rollout, update, validation) may take before all ranks print their
+    stacks and end. 0: no limit."""
+
+    def __post_init__(self):
+        check_at_least(0, {"--save.every": self.every, "--save.timeout-s": self.timeout_s})
+        check_at_least(1, {"--save.keep": self.keep})
+        if self.best_metric and not self.keep_best:
+            raise ValueError(f"--save.best-metric {self.best_metric} needs --save.keep-best")

@@ -1,0 +1,82 @@
+"""The files that flags name, and their rows as they stand there: JSON lines or parquet, read in pieces."""
+
+import glob
+import json
+import os
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+PARQUET = (".parquet", ".pq")
+SUFFIXES = (*PARQUET, ".jsonl", ".ndjson", ".json")
+BATCH_ROWS = 512  # read and stored together
+BATCH_BYTES = 2**28  # of rows with images: less than BATCH_ROWS are read and stored together. Arrow's limit is 2**31
+
+
+def find_files(entries: Sequence[str], flag: str = "data file") -> list[str]:
+    """Files, folders (all data files below, sorted) and globs (sorted) -> files. `flag`: what named them."""
+    if not entries:
+        raise ValueError("no data files given; name parquet or JSON lines files, folders or globs")
+    files: list[str] = []
+    for entry in entries:
+        pattern = entry
+        if os.path.exists(entry):                       # its name is no pattern, whatever is in it
+            pattern = glob.escape(entry)
+        if os.path.isdir(entry):
+            pattern += "/**"
+        found = []
+        for name in sorted(glob.glob(pattern, recursive=True)):
+            if name.endswith(SUFFIXES) and os.path.isfile(name):
+                found.append(name)
+        if not found:
+            raise ValueError(f"{flag} {entry} must be a {'/'.join(SUFFIXES)} file that exists, or a folder or glob "
+                             f"that has some; data/from_table.py converts CSV")
+        files += found
+    return files
+
+
+def read_rows(file: str, names: Collection[str]) -> Iterator[bytes | pa.StructScalar]:
+    """The rows of a file, unparsed, for `row_of`: JSON lines that are not blank, or parquet rows with only the
+    columns in `names`; all columns if `names` is empty."""
+    num_read = 0
+    num_rows = 0
+    try:
+        if not file.endswith(PARQUET):
+            with open(file, "rb") as text:
+                yield from filter(bytes.strip, text)
+            return
+        with pq.ParquetFile(file, buffer_size=2**20, pre_buffer=False) as parquet:  # the defaults hold it in memory
+            there = parquet.schema_arrow.names
+            found = there
+            if names:
+                found = [name for name in there if name in names]
+            if not found:
+                raise ValueError(f"{file} has none of the columns {', '.join(filter(None, names))}; it has "
+                                 f"{', '.join(there)}: give names, e.g. --data.prompt-column NAME")
+            num_rows = parquet.metadata.num_rows
+            num_bytes = sum(parquet.metadata.row_group(i).total_byte_size for i in range(parquet.num_row_groups))
+            bytes_per_row = num_bytes // max(1, num_rows) + 1
+            at_once = min(BATCH_ROWS, BATCH_BYTES // bytes_per_row + 1)
+            for batch in parquet.iter_batches(at_once, columns=found):
+                columns = [batch.column(name) for name in found]
+                yield from pa.StructArray.from_arrays(columns, found)
+                num_read += len(batch)
+    except (pa.ArrowException, OSError, KeyError) as error:  # KeyError: two columns of the same name
+        where = " as parquet" if file.endswith(PARQUET) else ""
+        if num_rows and not isinstance(error, KeyError):
+            where += f" in its rows {num_read} to {min(num_read + at_once, num_rows) - 1} (counted from 0)"
+        raise ValueError(f"{file} cannot be read{where}: {error}") from None
+
+
+def row_of(found: bytes | pa.StructScalar) -> dict[str, Any]:
+    """A row of `read_rows` as Python values. Raises ValueError if it is not text or not a JSON object."""
+    if isinstance(found, pa.StructScalar):
+        return found.as_py(maps_as_pydicts="strict")
+    try:
+        row = {**json.loads(found)}  # TypeError: it is no object
+        json.dumps(row, ensure_ascii=False).encode()  # fails for a lone surrogate (\ud800), which is no text
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"the line must be a JSON object ({error}); data/from_table.py reads a JSON list") from None
+    return row
