@@ -5,24 +5,39 @@ runs it makes their pixels again from the data. The files of an episode's furthe
 """
 
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate, chain
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 
+from common.batch import Batch
 from common.model.sequence_parallel import Row
 
 QWEN = "<|vision_start|><|image_pad|><|vision_end|>"
-FAMILIES = {"qwen2_5_vl": QWEN, "qwen3_vl": QWEN, "qwen3_vl_moe": QWEN, "internvl": "<IMG_CONTEXT>\n"}
+FAMILIES = {
+    "qwen2_5_vl": QWEN,
+    "qwen3_vl": QWEN,
+    "qwen3_vl_moe": QWEN,
+    "internvl": "<IMG_CONTEXT>\n",
+}
 """The text that represents an image in a prompt, for the families whose language model is causal over images too. In
 Gemma 3, for example, the tokens of an image see each other."""
 WORKERS = ThreadPoolExecutor(4)  # make pixels
 
 
 def auto_class(config: PretrainedConfig) -> type:
-    return AutoModelForImageTextToText if config.model_type in FAMILIES else AutoModelForCausalLM
+    if config.model_type in FAMILIES:
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
+
+
+class Image(NamedTuple):
+    """One of the different images of a micro-batch."""
+
+    rows: Tensor                                # [n] of the tower's features, those of this image
+    inputs: dict[str, Tensor]                   # what the tower gets of it: its pixels, and perhaps their grid
 
 
 def hidden_with_images(backbone: PreTrainedModel, row: Row, prompts: Any) -> Tensor:
@@ -30,41 +45,94 @@ def hidden_with_images(backbone: PreTrainedModel, row: Row, prompts: Any) -> Ten
 
     The tower runs once for each different image. A row without images runs the tower too, on a small picture and
     without an effect, because FSDP's collectives must match on all ranks."""
-    batch, config, device = row.batch, backbone.config, row.run.device
-    rows = torch.where(batch.index < 0, -1, batch.row).tolist()                                 # a dummy has no images
-    files = [prompts.images_of(number, of_prompt) for number, of_prompt in zip(batch.number.tolist(), rows)]
-    different = [*dict.fromkeys(chain(*files))]
-    made = list(WORKERS.map(prompts.inputs_of, different or [None]))
-    pixels = {name: torch.cat([inputs[name] for _, inputs in made]).to(device) for name in made[0][1]}
-    features = backbone.get_image_features(**pixels)
-    layers = [torch.cat(tuple(x)) for x in (features.pooler_output, *features.get("deepstack_features", ()))]
+    batch = row.batch
+    device = row.run.device
+    files = files_of_sequences(batch, prompts)
+    different = list(dict.fromkeys(chain.from_iterable(files)))
+    made = list(WORKERS.map(prompts.inputs_of, different or [None]))            # (tokens, inputs) of each image
+    first_layer, *deeper_layers = tower_features(backbone, made, device)
 
-    counts = [tokens.count(config.image_token_id) for tokens, _ in made]
-    # an image's features, and its pixels
-    known = {file: (torch.arange(last - count, last), inputs)
-             for file, count, last, (_, inputs) in zip(different, counts, accumulate(counts), made)}
-    positions, sources = [], []
-    for of_sequence, tokens in zip(files, batch.tokens.cpu().split(batch.host_lengths)):
-        shown = torch.cat([tokens[:0], *(known[file][0] for file in of_sequence)])
-        is_image = tokens == config.image_token_id
-        is_image &= is_image.cumsum(0) <= len(shown)                                            # a policy may sample it
-        axes = torch.arange(len(tokens))[None]
-        if "mrope_section" in (config.get_text_config().rope_parameters or {}):                 # time, height, width
-            grids = {name: torch.cat([known[file][1][name] for file in of_sequence]) for name in pixels if of_sequence}
-            axes = backbone.get_rope_index(tokens[None], is_image[None].long(), **grids)[0][:, 0]
-        positions.append(axes)
-        source = torch.full_like(tokens, -1)
-        source[is_image] = shown
+    images = {}
+    start = 0
+    for file, (tokens, inputs) in zip(different, made):
+        stop = start + tokens.count(backbone.config.image_token_id)
+        images[file] = Image(torch.arange(start, stop), inputs)
+        start = stop
+    positions = []                                                              # of each sequence, [axes, length]
+    sources = []
+    for sequence_files, tokens in zip(files, batch.tokens.cpu().split(batch.host_lengths)):
+        shown = [images[file] for file in sequence_files]
+        source = sources_of(tokens, shown, backbone.config.image_token_id)
         sources.append(source)
-    positions, source = (torch.cat(x, dim=-1).to(device) for x in (positions, sources))         # [axes, T], [T]
-    positions, source = positions[..., row.run], source[row.run]                                # [axes, t], [t]
-    replaced = source >= 0
+        positions.append(positions_of(backbone, tokens, source >= 0, shown))
+    source = torch.cat(sources).to(device)[row.run]                                             # [t]
+    position_ids = torch.cat(positions, dim=-1).to(device)[..., row.run]                        # [axes, t]
+    if len(position_ids) == 3:
+        position_ids = position_ids[:, None]                                    # transformers: [3, 1, t], else [1, t]
 
+    replaced = source >= 0
     embeddings = backbone.get_input_embeddings()(batch.tokens[row.run])                                 # [t, H]
-    embeddings = torch.where(replaced[:, None], layers[0][source].to(embeddings.dtype), embeddings)
-    more = [layer[source[replaced]] for layer in layers[1:]]        # Qwen3-VL adds them to its first layers' outputs
-    deep = {"visual_pos_masks": replaced[None], "deepstack_visual_embeds": more} if more else {}
-    positions = positions[:, None] if len(positions) == 3 else positions                        # [3, 1, t] or [1, t]
-    out = backbone.language_model(inputs_embeds=embeddings[None], position_ids=positions, use_cache=False,
-                                  **row.layout, **deep)
+    embeddings = torch.where(replaced[:, None], first_layer[source].to(embeddings.dtype), embeddings)
+    deepstack = {}
+    if deeper_layers:                                               # Qwen3-VL adds them to its first layers' outputs
+        deepstack["visual_pos_masks"] = replaced[None]
+        deepstack["deepstack_visual_embeds"] = [layer[source[replaced]] for layer in deeper_layers]
+    out = backbone.language_model(
+        inputs_embeds=embeddings[None],
+        position_ids=position_ids,
+        use_cache=False,
+        **row.layout,
+        **deepstack,
+    )
     return out.last_hidden_state[0]
+
+
+def files_of_sequences(batch: Batch, prompts: Any) -> list[list[Any]]:
+    """The files of the images in each sequence, in their order."""
+    rows = torch.where(batch.index < 0, -1, batch.row).tolist()                 # a dummy has no images
+    files = []
+    for number, of_prompt in zip(batch.number.tolist(), rows):
+        files.append(prompts.images_of(number, of_prompt))
+    return files
+
+
+def tower_features(
+    backbone: PreTrainedModel, made: list[tuple[list[int], dict[str, Tensor]]], device: torch.device
+) -> list[Tensor]:
+    """The features of all images, one after the other, [rows, H]: those that replace embeddings, then those for deeper
+    layers (DeepStack), if the family has them."""
+    inputs = joined([of_image for _, of_image in made])
+    features = backbone.get_image_features(**{name: x.to(device) for name, x in inputs.items()})
+    layers = [torch.cat(tuple(features.pooler_output))]
+    for of_images in features.get("deepstack_features", ()):
+        layers.append(torch.cat(tuple(of_images)))
+    return layers
+
+
+def joined(inputs: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The inputs of several images as those of one call; {} for none."""
+    if not inputs:
+        return {}
+    found = {}
+    for name in inputs[0]:
+        found[name] = torch.cat([of_image[name] for of_image in inputs])
+    return found
+
+
+def sources_of(tokens: Tensor, images: list[Image], image_token: int) -> Tensor:
+    """For each token of a sequence the row of the tower's features that replaces it, -1 for text: [length]."""
+    rows = torch.cat([tokens[:0], *(image.rows for image in images)])
+    is_image = tokens == image_token
+    is_image &= is_image.cumsum(0) <= len(rows)                                 # the policy may sample the token too
+    source = torch.full_like(tokens, -1)
+    source[is_image] = rows
+    return source
+
+
+def positions_of(backbone: PreTrainedModel, tokens: Tensor, is_image: Tensor, images: list[Image]) -> Tensor:
+    """Positions [axes, length] of a sequence's tokens. Axes: time, height and width, or one."""
+    rope = backbone.config.get_text_config().rope_parameters or {}
+    if "mrope_section" not in rope:
+        return torch.arange(len(tokens))[None]
+    inputs = joined([image.inputs for image in images])
+    return backbone.get_rope_index(tokens[None], is_image[None].long(), **inputs)[0][:, 0]
