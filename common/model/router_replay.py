@@ -18,7 +18,8 @@ class Router(TorchFunctionMode):
 
     def __init__(self, module: nn.Module):
         super().__init__()
-        self.run, module.forward = module.forward, self.forward
+        self.run = module.forward
+        module.forward = self.forward
         self.replayed: Tensor | None = None  # [t, k] experts of the next pass; None, or -1: the router's own choice
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -27,24 +28,38 @@ class Router(TorchFunctionMode):
             return self.run(*args, **kwargs)
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        found = function(*args, **(kwargs or {}))
-        if function in (torch.topk, Tensor.topk):
-            self.count += 1
-            self.own = found.indices.short()                                                    # [t, k]
-            if self.replayed is None:
-                self.num_topk = self.count
-            elif self.count == self.num_topk:
-                chosen = torch.where(self.replayed < 0, found.indices, self.replayed)
-                self.changed = (found.indices.sort(-1).values != chosen.sort(-1).values).any(-1)  # [t] other experts
-                return torch.return_types.topk((args[0].gather(-1, chosen), chosen))
-        return found
+        if kwargs is None:
+            kwargs = {}
+        found = function(*args, **kwargs)
+        if function not in (torch.topk, Tensor.topk):
+            return found
+        self.count += 1
+        self.own = found.indices.short()                                                        # [t, k]
+        if self.replayed is None:
+            self.num_topk = self.count
+            return found
+        if self.count != self.num_topk:
+            return found
+        chosen = torch.where(self.replayed < 0, found.indices, self.replayed)                   # [t, k]
+        own_set = found.indices.sort(-1).values
+        chosen_set = chosen.sort(-1).values
+        self.changed = (own_set != chosen_set).any(-1)                                          # [t] other experts
+        return torch.return_types.topk((args[0].gather(-1, chosen), chosen))
 
 
 def routers_of(model: nn.Module) -> list[Router]:
     """One for each layer that has experts. Raises ValueError if there are none, or their choice is not a top-k."""
-    found = [module for module in model.modules() if type(module).__name__.endswith(("Router", "Gate"))]
-    unknown = {type(module).__name__ for module in found if "topk(" not in inspect.getsource(type(module))}
+    found = []
+    unknown = set()
+    for module in model.modules():
+        kind = type(module)
+        if kind.__name__.endswith(("Router", "Gate")):
+            found.append(module)
+            if "topk(" not in inspect.getsource(kind):
+                unknown.add(kind.__name__)
     if unknown or not found:
-        raise ValueError(f"--policy.router-replay: {type(model).__name__} has {', '.join(unknown) or 'no routers'}, of "
-                         f"which the choice of experts cannot be replayed: set it to none")
+        raise ValueError(
+            f"--policy.router-replay: {type(model).__name__} has {', '.join(unknown) or 'no routers'}, of which the "
+            f"choice of experts cannot be replayed: set it to none"
+        )
     return [Router(module) for module in found]
