@@ -29,7 +29,7 @@ from torch import Tensor
 from common.dataset.images import Images, embedding_size, encode_prompt, family_of, inputs_of
 from common.dataset.loaded import Loaded
 from common.dataset.messages import as_text, as_written, parse_row
-from common.model.vision import FAMILIES
+from common.forward.vision import FAMILIES
 from common.parallel.exchange import deliver
 from common.parallel.ranks import check_at_least, together
 from common.prompts import DataConfig, TemplateConfig

@@ -17,9 +17,9 @@ from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
 from common.dataset.images import Images
 from common.engine.base import Engine, EngineSetup, SamplingConfig
 from common.engine.sync import Checksum, checksum
+from common.forward.router_replay import routers_of
+from common.forward.vision import auto_class
 from common.model.policy import saved_buffers
-from common.model.router_replay import routers_of
-from common.model.vision import auto_class
 from envs.runtime.response import Response
 
 ROWS = 8

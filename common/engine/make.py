@@ -13,8 +13,8 @@ from common.engine.extra import check_extra
 from common.engine.hf import HFEngine
 from common.engine.remote import RemoteEngine
 from common.engine.vllm import VLLMEngine
+from common.forward.vision import FAMILIES
 from common.model.flops import context_length
-from common.model.vision import FAMILIES
 from common.parallel.ranks import World, check_at_least, print_on_main
 
 VLLM_SUPPORTED = ("0.26.", "0.32.")  # 0.26 is the last one for torch 2.11

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from transformers import AutoModel, PretrainedConfig
 
+from common.forward.router_replay import routers_of
+from common.forward.vision import auto_class
 from common.kernels import CHUNK_BYTES, tile_shape
 from common.memory.offload import OffloadConfig
 from common.model.flops import active_weights, check_context, head_dims
@@ -19,9 +21,7 @@ from common.model.lora import LoRAConfig, add_adapters
 from common.model.optimizers import WEIGHTS, block_size, uses_muon
 from common.model.policy import ModelConfig
 from common.model.reward_model import check_reward_model
-from common.model.router_replay import routers_of
 from common.model.sharding import PART, shard_dim
-from common.model.vision import auto_class
 from common.parallel.ranks import all_max, num_shards
 
 RESERVED_GB = 4.0

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from common.batch import Batch
-from common.model.vision import FAMILIES, auto_class
+from common.forward.vision import FAMILIES, auto_class
 from common.parallel.ranks import all_sum
 
 KNOWN: dict[str, int] = {}

@@ -10,11 +10,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
 from common.batch import Batch
+from common.forward.router_replay import Router
+from common.forward.sequence_parallel import Row, make_row
+from common.forward.vision import hidden_with_images
 from common.kernels import Head, linear_logp
 from common.model.lora import LoRALinear, is_adapter, merge
-from common.model.router_replay import Router
-from common.model.sequence_parallel import Row, make_row
-from common.model.vision import hidden_with_images
 from common.parallel.ranks import all_sum
 
 

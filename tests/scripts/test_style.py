@@ -564,8 +564,8 @@ def test_an_import_circle_is_found():
 # The files and packages directly in common/, top first. A unit imports only units after it in this list, so no two of
 # them need each other. Scripts are above all, rewards/ and envs/ import nothing of common/.
 LAYERS = ["run", "training", "rollouts", "tracking", "checkpoint", "engine", "dataset", "losses",
-          "correction", "rollout", "optim", "memory", "model", "kernels", "packing", "prompts", "metrics", "segments",
-          "parallel", "batch", "layout", "presets", "source"]
+          "correction", "rollout", "optim", "memory", "model", "forward", "kernels", "packing", "prompts", "metrics",
+          "segments", "parallel", "batch", "layout", "presets", "source"]
 
 
 def unit_of(module: str) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 
 from common.batch import Batch
-from common.model.sequence_parallel import Row
+from common.forward.sequence_parallel import Row
 
 QWEN = "<|vision_start|><|image_pad|><|vision_end|>"
 FAMILIES = {
