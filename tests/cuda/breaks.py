@@ -154,7 +154,7 @@ BREAKS = [
     ),
     *of(
         "common/engine/remote.py",
-        ("weights by gloo", 'if world.device.type == "cpu":', "if True:", "weights go through the host", ENGINE),
+        ("weights by gloo", 'if self.world.device.type == "cpu":', "if True:", "weights go through the host", ENGINE),
     ),
     *of(
         "common/kernels.py",
