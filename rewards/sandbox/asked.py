@@ -28,29 +28,43 @@ def asked_by(case: str, known: Set[str]) -> Asked:
     tree = ast.parse(case)
     free = free_names(case)
     names = sorted(free - known)
-    subject = "" if names else subject_of(tree, free)
-    return Asked(names or [subject] * bool(subject), subject, modules_used(tree, free - known))
+    subject = ""
+    if not names:
+        subject = subject_of(tree, free)
+        if subject:
+            names = [subject]
+    return Asked(names, subject, modules_used(tree, free - known))
 
 
 def free_names(case: str) -> set[str]:
     """The names that assertions use and nowhere define."""
-    tables = [symtable.symtable(case, "case.py", "exec")]
-    bound = {symbol.get_name() for symbol in tables[0].get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+    module = symtable.symtable(case, "case.py", "exec")
+    bound = set()
+    for symbol in module.get_symbols():
+        if symbol.is_assigned() or symbol.is_imported():
+            bound.add(symbol.get_name())
     used = set()
+    tables = [module]
     for table in tables:  # the list grows
         tables += table.get_children()
-        used |= {symbol.get_name() for symbol in table.get_symbols() if symbol.is_referenced() and symbol.is_global()}
+        for symbol in table.get_symbols():
+            if symbol.is_referenced() and symbol.is_global():
+                used.add(symbol.get_name())
     return used - bound
 
 
 def modules_used(tree: ast.Module, names: set[str]) -> dict[str, list[str]]:
     """The modules of which assertions use attributes without an import."""
-    used = collections.defaultdict(set)
+    used = collections.defaultdict(set)  # name -> attributes
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in names:
-            used[node.value.id].add(node.attr)
-    return {name: [ALIASES.get(name, name), *sorted(used[name])] for name in sorted(used)
-            if name in sys.stdlib_module_names or name in ALIASES}
+        match node:
+            case ast.Attribute(value=ast.Name(id=name), attr=attribute):
+                used[name].add(attribute)
+    modules = sys.stdlib_module_names | ALIASES.keys()
+    found = {}
+    for name in sorted(used.keys() & names & modules):
+        found[name] = [ALIASES.get(name, name), *sorted(used[name])]
+    return found
 
 
 def subject_of(tree: ast.Module, names: set[str]) -> str:
@@ -59,26 +73,62 @@ def subject_of(tree: ast.Module, names: set[str]) -> str:
     `check(sum)`, else what is called: a library's name rather than a function of Python, and that rather than a type;
     then in an assertion, or among the arguments of a function of the assertions, rather than elsewhere; of two calls,
     one in the other, the inner one; then the first."""
-    helpers = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    helpers = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            helpers.add(node.name)
+    found = candidates(tree, ELSEWHERE, names, helpers)
+    if not found:
+        return ""
+    return min(found).name
 
-    def rank_of(name: str) -> int:
-        builtin = vars(builtins).get(name)
-        return 1 if builtin is None else 2 + isinstance(builtin, type)
 
-    def candidates(node: ast.AST, place: int) -> list[tuple[int, int, int, int, str]]:
-        """(rank, place, line, column, name) of the calls in this node."""
-        called = node.func if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else None
-        is_check = called is not None and called.id in helpers
-        if is_check or isinstance(node, ast.Assert):
-            place = 0
-        found = [each for child in ast.iter_child_nodes(node) for each in candidates(child, place)]
-        if isinstance(node, ast.Call) and is_check:
-            found += [(0, place, arg.lineno, arg.col_offset, arg.id) for arg in node.args
-                      if isinstance(arg, ast.Name) and arg.id in names]
-        elif called is not None and called.id in names:
-            rank = rank_of(called.id)
-            if all(inner[0] > rank for inner in found):
-                found.append((rank, place, called.lineno, called.col_offset, called.id))
-        return found
+class Candidate(NamedTuple):
+    """A name that may be the subject. The least one is: its fields are compared in this order."""
+    rank: int
+    place: int
+    line: int
+    column: int
+    name: str
 
-    return min(candidates(tree, 1), default=(0, 0, 0, 0, ""))[-1]
+
+# places
+IN_ASSERTION = 0
+ELSEWHERE = 1
+# ranks
+GIVEN = 0           # to a function of the assertions; the others are called
+OF_LIBRARY = 1
+FUNCTION = 2
+TYPE = 3
+
+
+def candidates(node: ast.AST, place: int, names: set[str], helpers: set[str]) -> list[Candidate]:
+    """Those of `names` that this node calls, or gives to one of `helpers`, the functions of the assertions."""
+    called = None
+    match node:
+        case ast.Call(func=ast.Name(id=name)):
+            called = name
+    if called in helpers or isinstance(node, ast.Assert):
+        place = IN_ASSERTION
+    found = []
+    for child in ast.iter_child_nodes(node):
+        found += candidates(child, place, names, helpers)
+    if called in helpers:
+        for argument in node.args:
+            match argument:
+                case ast.Name(id=name) if name in names:
+                    found.append(Candidate(GIVEN, place, argument.lineno, argument.col_offset, name))
+    elif called in names:
+        rank = rank_of(called)
+        if all(inner.rank > rank for inner in found):
+            found.append(Candidate(rank, place, node.func.lineno, node.func.col_offset, called))
+    return found
+
+
+def rank_of(name: str) -> int:
+    """Of a name that is called."""
+    if name not in vars(builtins):
+        return OF_LIBRARY
+    if isinstance(vars(builtins)[name], type):
+        return TYPE
+    return FUNCTION
