@@ -24,7 +24,7 @@ from envs.runtime.response import Response
 from envs.stored import pack, unpack
 from rewards import lookup
 from rewards.runtime.pool import RewardConfig, RewardPool, Scores, check_error_frac
-from rewards.runtime.worker import MAX_NAMES, MAX_SCORE
+from rewards.runtime.replies import MAX_NAMES, MAX_SCORE
 
 
 class Scoring:

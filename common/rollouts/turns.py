@@ -12,7 +12,7 @@ from common.batch import Batch, offsets
 from common.parallel.ranks import all_gather_objects
 from common.rollout import Rollout, Sample
 from envs.runtime.conversation import EpisodeConfig
-from rewards.runtime.worker import MAX_SCORE
+from rewards.runtime.replies import MAX_SCORE
 
 
 def check_turns(config: EpisodeConfig, per_turn: bool, per_role: bool = False) -> None:

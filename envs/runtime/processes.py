@@ -21,7 +21,7 @@ import psutil
 
 from rewards.runtime.cleaner import own_folder, remove
 from rewards.runtime.process import ROOT, START_S
-from rewards.runtime.worker import MAX_TEXT, unpacked
+from rewards.runtime.replies import MAX_TEXT, unpacked
 
 GRACE_S = 1.0  # an episode ends itself at its deadline; one that hangs in C is killed this much later
 DUMP_S = 2.0  # it may take this long to write where it hangs

@@ -10,7 +10,7 @@ from common.rollout import Sample
 from common.rollouts.validation import acc_and_vote, metrics_of
 from rewards import code
 from rewards.runtime.pool import RewardPool
-from rewards.runtime.worker import reply_of
+from rewards.runtime.replies import reply_of
 from rewards.sandbox import sandbox
 from tests.rewards.jail_tools import needs_isolation
 
