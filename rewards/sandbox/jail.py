@@ -80,7 +80,8 @@ def mount(source: str, target: str, kind: str | None, flags: int, data: str | No
 
 def enter_user_namespace(proc: int) -> None:
     """A user namespace that knows one user, the present one. proc: descriptor of the outer /proc."""
-    user, group = os.geteuid(), os.getegid()
+    user = os.geteuid()
+    group = os.getegid()
     unshare(NEWUSER)
     for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
         write(proc, f"self/{name}", text)
