@@ -221,7 +221,9 @@ def _build(auto_class: type, path: str, hf_config: PretrainedConfig, config: Mod
         attention = {"text_config": attention, "vision_config": "sdpa"}
     dtype = weights.dtype
     if weights.frozen or weights.lora.rank:
-        dtype = weights.frozen_dtype or getattr(torch, config.compute_dtype)
+        dtype = weights.frozen_dtype
+        if dtype is None:
+            dtype = getattr(torch, config.compute_dtype)
     with torch.device("meta"), explain_failure(path, hf_config):
         model = auto_class.from_config(
             hf_config,
@@ -251,8 +253,11 @@ def uses_liger(device: torch.device, hf_config: PretrainedConfig, config: ModelC
     """Whether the model is trained with Liger's fused norms, rotary embeddings and gated MLPs (arXiv 2410.10989). They
     keep less for the backward pass: for a norm only its input, for an MLP no activated gate. Log-probs still come from
     common/kernels.py, whose logits are float32 and whose entropy has a gradient."""
-    is_installed = importlib.util.find_spec("liger_kernel") is not None
-    return config.liger and is_installed and device.type == "cuda" and hf_config.model_type in LIGER_FAMILIES
+    if not config.liger or device.type != "cuda":
+        return False
+    if hf_config.model_type not in LIGER_FAMILIES:
+        return False
+    return importlib.util.find_spec("liger_kernel") is not None
 
 
 @torch.no_grad()
