@@ -140,13 +140,14 @@ class Engine:
         self.probe_every = 10
         has_filters = config.top_p < 1 or config.top_k != 0
         has_older_tokens = config.in_flight > 1 or world.num_samplers > 0
-        if has_filters or has_older_tokens:  # then a step's own tokens, which `check_sampled` compares, are no probe
-            self.probe_every = 1
+        if has_filters or has_older_tokens:
+            self.probe_every = 1  # a step's own tokens, which `check_sampled` compares, are no probe then
         self._sleeps_to_probe = 0
 
     def wake(self, policy: Policy) -> dict[str, float]:
-        """Load the weights, get the cache back, check that the engine holds the trainer's weights. It always loads
-        them: several policies may take turns, and weights may change by more than optimizer steps. The order matters:
+        """Load the weights, get the cache back, check that the engine holds the trainer's weights. It always
+        loads them: several policies may take turns, and weights may change by more than optimizer steps. The
+        order matters:
 
         1. torch's cached blocks go to the GPU, and the moments that a save has brought back to the host;
         2. the engine's weights get their memory, then their values, one by one; checksums are compared;
@@ -251,7 +252,8 @@ class Engine:
         sent: dict[str, Checksum] = {}
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
-            dtype = None  # on one rank nothing travels, and the engine's copy casts: one pass over the weights, not two
+            # on one rank nothing travels, and the engine's copy casts: one pass over the weights instead of two
+            dtype = None
             if self.world.size > 1 or self.world.num_samplers:
                 dtype = self.dtype
             for name, tensor in policy.full_tensors(dtype):
@@ -287,7 +289,7 @@ class Engine:
     def _check_probe(self, batch: Batch) -> dict[str, float]:
         """Means of |p_engine - p_trainer| and |log p_engine - log p_trainer| over the probe, on the worst rank."""
         logp = self.policy.score(batch, self.config.temperature)
-        logps = torch.stack([logp, batch.rollout_logp])[:, batch.mask]                          # [trainer, engine; N]
+        logps = torch.stack([logp, batch.rollout_logp])[:, batch.mask]                    # [trainer, engine; N]
         differences = torch.stack([logps.exp(), logps]).diff(dim=1).abs()                       # [2, 1, N]
         differences = differences.nan_to_num(nan=torch.inf)
         prob_diff, logp_diff = all_max(differences.mean(dim=(1, 2))).tolist()

@@ -103,9 +103,9 @@ class HFEngine(Engine):
                 yield request.number, request.response
 
     def _read_prompt(self, ids: Tensor, images: Images | None) -> Any:
-        """The cache of a prompt but for its last token, which `generate` adds. `ids` [1, L - 1] is computed once, and
-        not for each row."""
-        self.model.base_model.rope_deltas = None  # Qwen's vision-language models keep those of the prompt before
+        """The cache of a prompt but for its last token, which `generate` adds. `ids` [1, L - 1] is computed
+        once, and not for each row."""
+        self.model.base_model.rope_deltas = None  # Qwen's vision models keep those of the prompt before
         pixels = {}
         if images:
             pixels = {name: x.to(ids.device) for name, x in images.pixels().items()}

@@ -75,8 +75,10 @@ def check_knows_experts(config: RolloutConfig, world: World) -> None:
     if not without and config.engine == "vllm" and world.device.type == "cpu":
         without.append("vLLM on a CPU")
     if without:
-        raise ValueError(f"--policy.router-replay rollout: with {' and '.join(without)} the experts "
-                         f"that the engine chose are not all known; set it to old-logp, or use --rollout.engine hf")
+        raise ValueError(
+            f"--policy.router-replay rollout: with {' and '.join(without)} the experts that the engine chose "
+            f"are not all known; set it to old-logp, or use --rollout.engine hf"
+        )
 
 
 def check_sampling(config: RolloutConfig) -> None:
@@ -118,7 +120,9 @@ def check_vllm(config: RolloutConfig, model_type: str) -> None:
     if model_type in FAMILIES:
         can_read_images = is_torchvision_available() and versions[0].startswith(VLLM_SUPPORTED[1])
         if not can_read_images:
-            raise ValueError(f"images need vLLM 0.32 (here is {versions[0]}) and torchvision, or --rollout.engine hf")
+            raise ValueError(
+                f"images need vLLM 0.32 (here is {versions[0]}) and torchvision, or --rollout.engine hf"
+            )
     if config.temperature > 2:
         raise ValueError(f"--rollout.temperature {config.temperature}: vLLM takes at most 2")
 
@@ -140,8 +144,10 @@ def check_sizes(tp: int, prompts_per_step: int, samples_per_prompt: int, minibat
         num_ranks = others["samplers"]
     num_engines = num_ranks // tp
     if prompts_per_step % max(num_engines, 1):
-        raise ValueError(f"--prompts-per-step {prompts_per_step} must be a multiple of the {num_engines} engines "
-                         f"({ranks} {num_ranks} / --rollout.tp {tp})")
+        raise ValueError(
+            f"--prompts-per-step {prompts_per_step} must be a multiple of the {num_engines} engines "
+            f"({ranks} {num_ranks} / --rollout.tp {tp})"
+        )
     num_responses = prompts_per_step * samples_per_prompt
     if num_responses % minibatches_per_step:
         raise ValueError(f"{num_responses} responses a step (--prompts-per-step {prompts_per_step} x "

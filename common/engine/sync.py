@@ -48,7 +48,8 @@ def held_checksums(model: nn.Module, sent: dict[str, Checksum], dtype: torch.dty
 
 
 def names_of_parts(model: nn.Module, prefix: str, name: str) -> list[str]:
-    """What transformers calls the parts of vLLM's parameter `prefix.name`: several where vLLM has matrices in one."""
+    """What transformers calls the parts of vLLM's parameter `prefix.name`: several where vLLM has matrices in
+    one."""
     path, _, own_name = prefix.rpartition(".")
     matrices = model.packed_modules_mapping.get(own_name, ())
     if len(matrices) > 1:  # such as qkv_proj, but not a tower's

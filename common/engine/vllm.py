@@ -113,8 +113,8 @@ class VLLMEngine(Engine):
             missing = all_names(names - {name.replace(".routed_experts", "") for name in loaded})
             if missing:
                 raise RuntimeError(
-                    f"weight sync: nothing that the trainer sends goes into {len(missing)} weights of the engine "
-                    f"({', '.join(missing[:3])}): transformers' model has other weights"
+                    f"weight sync: nothing that the trainer sends goes into {len(missing)} weights of the "
+                    f"engine ({', '.join(missing[:3])}): transformers' model has other weights"
                 )
         held = held_checksums(self.model, sent, self.dtype)
         if self.on_cpu:
