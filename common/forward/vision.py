@@ -1,8 +1,8 @@
 """Vision-language models: a tower turns images into embeddings that replace tokens in a packed row.
 
-Pixels never travel between ranks. A micro-batch holds the numbers of its prompts' rows in the data, and the rank that
-runs it makes their pixels again from the data. The files of an episode's further images travel to that rank.
-"""
+Pixels never travel between ranks. A micro-batch holds the numbers of its prompts' rows in the data, and the
+rank that runs it makes their pixels again from the data. The files of an episode's further images travel to
+that rank. """
 
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
@@ -22,8 +22,8 @@ FAMILIES = {
     "qwen3_vl_moe": QWEN,
     "internvl": "<IMG_CONTEXT>\n",
 }
-"""The text that represents an image in a prompt, for the families whose language model is causal over images too. In
-Gemma 3, for example, the tokens of an image see each other."""
+"""The text that represents an image in a prompt, for the families whose language model is causal over images
+too. In Gemma 3, for example, the tokens of an image see each other."""
 WORKERS = ThreadPoolExecutor(4)  # make pixels
 
 
@@ -43,8 +43,8 @@ class Image(NamedTuple):
 def hidden_with_images(backbone: PreTrainedModel, row: Row, prompts: Any) -> Tensor:
     """The hidden states [t, H] of a packed row. `prompts`: the prompts of the data (PromptSet).
 
-    The tower runs once for each different image. A row without images runs the tower too, on a small picture and
-    without an effect, because FSDP's collectives must match on all ranks."""
+    The tower runs once for each different image. A row without images runs the tower too, on a small picture
+    and without an effect, because FSDP's collectives must match on all ranks."""
     batch = row.batch
     device = row.run.device
     files = files_of_sequences(batch, prompts)
@@ -58,7 +58,7 @@ def hidden_with_images(backbone: PreTrainedModel, row: Row, prompts: Any) -> Ten
         stop = start + tokens.count(backbone.config.image_token_id)
         images[file] = Image(torch.arange(start, stop), inputs)
         start = stop
-    positions = []                                                              # of each sequence, [axes, length]
+    positions = []                                                            # of each sequence, [axes, length]
     sources = []
     for sequence_files, tokens in zip(files, batch.tokens.cpu().split(batch.host_lengths)):
         shown = [images[file] for file in sequence_files]
@@ -68,13 +68,13 @@ def hidden_with_images(backbone: PreTrainedModel, row: Row, prompts: Any) -> Ten
     source = torch.cat(sources).to(device)[row.run]                                             # [t]
     position_ids = torch.cat(positions, dim=-1).to(device)[..., row.run]                        # [axes, t]
     if len(position_ids) == 3:
-        position_ids = position_ids[:, None]                                    # transformers: [3, 1, t], else [1, t]
+        position_ids = position_ids[:, None]                              # transformers: [3, 1, t], else [1, t]
 
     replaced = source >= 0
     embeddings = backbone.get_input_embeddings()(batch.tokens[row.run])                                 # [t, H]
     embeddings = torch.where(replaced[:, None], first_layer[source].to(embeddings.dtype), embeddings)
     deepstack = {}
-    if deeper_layers:                                               # Qwen3-VL adds them to its first layers' outputs
+    if deeper_layers:                                          # Qwen3-VL adds them to its first layers' outputs
         deepstack["visual_pos_masks"] = replaced[None]
         deepstack["deepstack_visual_embeds"] = [layer[source[replaced]] for layer in deeper_layers]
     out = backbone.language_model(
@@ -99,8 +99,8 @@ def files_of_sequences(batch: Batch, prompts: Any) -> list[list[Any]]:
 def tower_features(
     backbone: PreTrainedModel, made: list[tuple[list[int], dict[str, Tensor]]], device: torch.device
 ) -> list[Tensor]:
-    """The features of all images, one after the other, [rows, H]: those that replace embeddings, then those for deeper
-    layers (DeepStack), if the family has them."""
+    """The features of all images, one after the other, [rows, H]: those that replace embeddings, then those for
+    deeper layers (DeepStack), if the family has them."""
     inputs = joined([of_image for _, of_image in made])
     features = backbone.get_image_features(**{name: x.to(device) for name, x in inputs.items()})
     layers = [torch.cat(tuple(features.pooler_output))]
@@ -123,7 +123,7 @@ def sources_of(tokens: Tensor, images: list[Image], image_token: int) -> Tensor:
     """For each token of a sequence the row of the tower's features that replaces it, -1 for text: [length]."""
     rows = torch.cat([tokens[:0], *(image.rows for image in images)])
     is_image = tokens == image_token
-    is_image &= is_image.cumsum(0) <= len(rows)                                 # the policy may sample the token too
+    is_image &= is_image.cumsum(0) <= len(rows)                            # the policy may sample the token too
     source = torch.full_like(tokens, -1)
     source[is_image] = rows
     return source

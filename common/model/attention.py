@@ -59,14 +59,17 @@ def packed_sdpa(
 
 
 def _causal_mask(new: int, length: int, window: int, device: torch.device) -> Tensor:
-    """[new, length]: True where one of the last `new` tokens sees a key at most `window - 1` tokens before it."""
+    """[new, length]: True where one of the last `new` tokens sees a key at most `window - 1` tokens before
+    it."""
     mask = torch.ones(new, length, dtype=torch.bool, device=device)
     return mask.tril_(length - new).triu_(length - new + 1 - window)
 
 
-def _with_sinks(q: Tensor, k: Tensor, v: Tensor, s_aux: Tensor, scaling: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Put a key first that all queries see: its score is the sink, and its value is 0. D grows by 8, because kernels
-    need a multiple of it, and the sink is in the last column."""
+def _with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, s_aux: Tensor, scaling: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Put a key first that all queries see: its score is the sink, and its value is 0. D grows by 8, because
+    kernels need a multiple of it, and the sink is in the last column."""
     sinks = (s_aux.to(q.dtype) / scaling)[:, None, None].expand(-1, q.shape[2], 1)      # [heads, new, 1]
     q = torch.cat([q, F.pad(sinks, (7, 0))[None]], dim=-1)
     k = F.pad(k, (0, 8, 1, 0))
@@ -75,7 +78,9 @@ def _with_sinks(q: Tensor, k: Tensor, v: Tensor, s_aux: Tensor, scaling: float) 
     return q, k, v
 
 
-def _soft_capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, softcap: float, scaling: float | None) -> Tensor:
+def _soft_capped(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, softcap: float, scaling: float | None
+) -> Tensor:
     """Attention with a tanh between the scores and the softmax (Gemma 2)."""
     if scaling is None:
         scaling = q.shape[3] ** -0.5
@@ -112,7 +117,7 @@ def packed_varlen(
         int(layout["max_length_q"]),
         int(layout["max_length_k"]),
         scale=scaling,
-        window_size=(keys_before, 0),                                                   # no key after it: causal
+        window_size=(keys_before, 0),                                                  # no key after it: causal
         **FEWER_KEY_HEADS,
     )
     return out[None, :, :, :width], None

@@ -39,8 +39,9 @@ def check_context(hf_config: PretrainedConfig, longest: int, model: str) -> None
     limit = context_length(hf_config)
     if longest > limit:
         raise ValueError(
-            f"{model} has a context of {limit} tokens, and a sequence of this run (prompt and response) may have "
-            f"{longest}: choose another model, or lower --rollout.max-response-length or --data.max-prompt-length"
+            f"{model} has a context of {limit} tokens, and a sequence of this run (prompt and response) "
+            f"may have {longest}: choose another model, or lower --rollout.max-response-length or "
+            f"--data.max-prompt-length"
         )
 
 
@@ -96,12 +97,12 @@ def _tower(batch: Batch, config: PretrainedConfig) -> float:
     rows, first = np.unique(batch.row.cpu().numpy(), return_index=True)
     prompts = batch.select(first[rows != -1])
     in_image = (prompts.tokens == config.image_token_id) & ~prompts.mask                        # [T]
-    is_image, num_tokens = in_image.unique_consecutive(return_counts=True)                      # of runs of tokens
+    is_image, num_tokens = in_image.unique_consecutive(return_counts=True)                   # of runs of tokens
     vision = config.vision_config.to_dict()
     merge_size = vision.get("spatial_merge_size") or 1 / config.downsample_ratio
     patches_per_token = merge_size**2
     patches = patches_per_token * num_tokens[is_image].double()                                 # [images]
-    tile = patches_per_token * config.to_dict().get("image_seq_length", np.inf)                 # InternVL cuts images
+    tile = patches_per_token * config.to_dict().get("image_seq_length", np.inf)           # InternVL cuts images
 
     hidden = vision["hidden_size"]
     num_layers = vision.get("depth") or vision["num_hidden_layers"]
@@ -150,7 +151,7 @@ def active_weights(config: PretrainedConfig) -> int:
 
 
 def _count_active_weights(config: PretrainedConfig) -> int:
-    is_trusted = type(config).__module__.startswith("transformers_modules.")        # its code came with the model
+    is_trusted = type(config).__module__.startswith("transformers_modules.")      # its code came with the model
     own_config = config.from_dict(config.to_dict())                                 # from_config changes it
     with torch.device("meta"):
         model = auto_class(config).from_config(own_config, trust_remote_code=is_trusted)

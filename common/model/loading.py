@@ -89,8 +89,8 @@ def read_tokenizer(path: str, config: ModelConfig, flag: str = "--model") -> Any
                 f"--policy.trust-remote-code (trust_remote_code of transformers)"
             ) from None
         raise ValueError(
-            f"{flag} {path}: no tokenizer can be read ({type(error).__name__}: {what}): copy tokenizer.json and "
-            f"tokenizer_config.json of the model that it was made from into the folder"
+            f"{flag} {path}: no tokenizer can be read ({type(error).__name__}: {what}): copy tokenizer.json "
+            f"and tokenizer_config.json of the model that it was made from into the folder"
         ) from error
 
 
@@ -106,8 +106,8 @@ def check_vocabulary(hf_config: PretrainedConfig, ours: PretrainedConfig, flag: 
     least = ours.get_text_config().vocab_size
     if size < least:
         raise ValueError(
-            f"{flag} has a vocabulary of {size} tokens, must have at least the {least} of --model, padding included: "
-            f"choose another one, or pad its embedding"
+            f"{flag} has a vocabulary of {size} tokens, must have at least the {least} of --model, "
+            f"padding included: choose another one, or pad its embedding"
         )
 
 
@@ -202,7 +202,8 @@ def load_critic(path: str, config: ModelConfig, world: World, weights: Weights =
     first_head = stored.get("score.weight", torch.zeros(1, hf_config.hidden_size))
     if first_head.shape != critic.head.weight.shape:
         raise ValueError(
-            f"{path}: score.weight is {list(first_head.shape)}, must be {list(critic.head.weight.shape)} by config.json"
+            f"{path}: score.weight is {list(first_head.shape)}, must be "
+            f"{list(critic.head.weight.shape)} by config.json"
         )
     shard(critic, critic.backbone, config, world, weights.frozen)
     _read_in_turns(path, critic.backbone, tensors, world)

@@ -96,8 +96,8 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, dtype: torch.dtype 
         if target not in possible:
             raise ValueError(
                 f"--lora.targets {target} must be a linear layer of attention or of an MLP, here one of "
-                f"{' '.join(sorted(possible))}: an embedding and the output head are no matrix product of a layer's "
-                f"input, and the experts of a mixture are one tensor, not a linear layer each"
+                f"{' '.join(sorted(possible))}: an embedding and the output head are no matrix product of a "
+                f"layer's input, and the experts of a mixture are one tensor, not a linear layer each"
             )
     model.requires_grad_(False)
     for block, name, linear in linears:

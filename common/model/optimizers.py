@@ -139,10 +139,11 @@ class Muon(torch.optim.AdamW):
         placements = []
         for part in weight.placements:
             divides_experts = part.is_shard(weight.ndim - 3)
-            placements.append(part if divides_experts else Replicate())                         # own experts stay here
+            placements.append(part if divides_experts else Replicate())                  # own experts stay here
         update = update.redistribute(placements=placements)
         for matrix in update.to_local().view(-1, *weight.shape[-2:]):
-            matrix.copy_(_zeropower_via_newtonschulz(matrix, (3.4445, -4.7750, 2.0315), 5, 1e-7))   # torch's numbers
+            orthogonal = _zeropower_via_newtonschulz(matrix, (3.4445, -4.7750, 2.0315), 5, 1e-7)  # of torch
+            matrix.copy_(orthogonal)
         lr = _adjust_lr(group["lr"], "match_rms_adamw", weight.shape[-2:])
         weight.mul_(1 - group["lr"] * group["weight_decay"])
         weight.add_(update.redistribute(placements=weight.placements), alpha=-lr)

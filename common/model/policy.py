@@ -141,8 +141,8 @@ class Policy(PackedModel):
         return self.watched(batch, *map(row.per_token, outputs))                                # [T] each
 
     def _read_routers(self, row: Row, replayed: Tensor | None) -> None:
-        """After a pass: the experts that its routers chose for each token, or, where those of an earlier pass were
-        replayed, for what share of the layers they would have chosen others."""
+        """After a pass: the experts that its routers chose for each token, or, where those of an earlier pass
+        were replayed, for what share of the layers they would have chosen others."""
         self.router_changed = None
         self.routing = None
         if not self.routers:

@@ -37,7 +37,9 @@ def shard_slice(weight: Tensor) -> tuple[slice, ...]:
     lengths = weight.shape
     starts = [0] * weight.dim()
     if isinstance(weight, DTensor):
-        lengths, starts = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+        lengths, starts = compute_local_shape_and_global_offset(
+            weight.shape, weight.device_mesh, weight.placements
+        )
     return tuple(slice(start, start + length) for start, length in zip(starts, lengths))
 
 
@@ -157,8 +159,8 @@ def shard(model: PackedModel, transformer: PreTrainedModel, config: ModelConfig,
             shard_experts(transformer, world, precision)
         elif not frozen:                                        # a teacher or reward model may have no experts
             raise ValueError(
-                f"--policy.expert-parallel {config.expert_parallel}: transformers cannot divide the experts of a "
-                f"{transformer.config.model_type}, if it has any, or is below 5.19: set it to 1"
+                f"--policy.expert-parallel {config.expert_parallel}: transformers cannot divide the experts "
+                f"of a {transformer.config.model_type}, if it has any, or is below 5.19: set it to 1"
             )
     num_shards = world.mesh.size(-1)
     of_parts = {
