@@ -138,8 +138,8 @@ def check_shown(messages: Sequence[Message], text: str) -> None:
         forms = (content, json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1])
         if not any(form in text for form in forms):
             raise ValueError(
-                f"the chat template does not show the model the content of this message, role {message['role']}: "
-                f"{content[:80]!r}. --data.chat-template-file FILE names another"
+                f"the chat template does not show the model the content of this message, role "
+                f"{message['role']}: {content[:80]!r}. --data.chat-template-file FILE names another"
             )
 
 
@@ -205,8 +205,9 @@ class Conversation:
         if self.is_rewritten(text, between):
             if self.on_rewriting == "error":
                 raise FlagError(
-                    f"the chat template writes an earlier turn differently now ({len(self.messages)} messages): "
-                    f"--rollout.rewritten-history split trains several sequences, append keeps the tokens as they are"
+                    f"the chat template writes an earlier turn differently now ({len(self.messages)} "
+                    f"messages): --rollout.rewritten-history split trains several sequences, append keeps "
+                    f"the tokens as they are"
                 )
             if self.on_rewriting == "split":
                 self.rewrite()
@@ -219,7 +220,8 @@ class Conversation:
         reply = self.next_rendered.removeprefix(self.rendered).removesuffix(between)
         if self.rendered + reply + between != self.next_rendered:
             return True
-        return reply.replace(GUARD, "").strip() != text.strip()  # a template may take away white space around it
+        # a template may take away white space around a reply
+        return reply.replace(GUARD, "").strip() != text.strip()
 
     def rewrite(self) -> None:
         """Replace each reply by its form, from which the template writes it anew."""
@@ -229,8 +231,10 @@ class Conversation:
         self.messages = messages
         lost = self.template.special.pattern.search(str(self.forms))
         if lost:
-            raise ValueError(f"the chat template rewrites the history, and a reply has {lost[0]}, which no text "
-                             f"gives back: --rollout.rewritten-history append keeps the tokens as they are")
+            raise ValueError(
+                f"the chat template rewrites the history, and a reply has {lost[0]}, which no text gives back: "
+                f"--rollout.rewritten-history append keeps the tokens as they are"
+            )
 
     def keep_form(self, written: str, said: str, calls: Sequence[dict[str, Any]]) -> None:
         """Keep the last reply also in the fields that templates read when they write a history again: what it says, its

@@ -196,8 +196,9 @@ class EpisodeProcesses:
         return found
 
     def hear(self, running: dict[Any, Process], until: float) -> list[Any]:
-        """Receive what has arrived. Where nothing has and an episode is busy, wait for the first message, till `until`
-        or a deadline, and end the episodes whose time is up. Returns the connections that had a message."""
+        """Receive what has arrived. Where nothing has and an episode is busy, wait for the first message, till
+        `until` or a deadline, and end the episodes whose time is up. Returns the connections that had a
+        message."""
         deadlines = [self.deadline(process) for process in running.values() if process.is_busy]
         wait_s = 0.0
         if deadlines:
@@ -224,7 +225,8 @@ class EpisodeProcesses:
     def kill_strays(self) -> None:
         while True:
             strays = self.children() - self.loaded
-            if not strays:  # read again: a process whose parent ends while the list is read may be missing from it
+            if not strays:
+                # a process whose parent ends while the list is read may be missing from it: read it again
                 strays = self.children() - self.loaded
             if not strays:
                 break

@@ -34,7 +34,7 @@ from rewards.runtime.worker import failure_of, ignore_stops
 
 MAX_PRINTED = 10_000  # characters that an episode may print; the rest is dropped
 TOOL_GRACE_S = 0.5  # a tool that takes too long is told to the model, and does not end the episode
-MAX_SENT = 2**24  # bytes of one message to the trainer: of the result replies.MAX_NUMBERS numbers take two thirds
+MAX_SENT = 2**24  # bytes of one message to the trainer; replies.MAX_NUMBERS numbers of a result take two thirds
 
 
 class Printed:

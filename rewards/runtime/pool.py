@@ -324,7 +324,7 @@ def check_error_frac(num_failed: int, num_scored: int, limit: float, first_failu
     The numbers cover all ranks; `first_failure` is this rank's Scores.first_failure."""
     if num_failed > limit * num_scored:
         raise RuntimeError(
-            f"{num_failed / num_scored:.0%} of the samples have no reward ({num_failed} of {num_scored} on all ranks), "
-            f"more than --reward.max-error-frac {limit:g}. The first of this rank:\n"
+            f"{num_failed / num_scored:.0%} of the samples have no reward ({num_failed} of {num_scored} on all "
+            f"ranks), more than --reward.max-error-frac {limit:g}. The first of this rank:\n"
             f"{first_failure or 'none; see the other ranks'}"
         )

@@ -54,18 +54,21 @@ def fault_of(lists: dict[str, list[float]]) -> str:
         count += len(found)
         if count > MAX_NUMBERS:
             return (
-                f"{key!r}, a list of {len(found)} numbers; the rule is at most {MAX_NUMBERS} in all lists of a dict"
+                f"{key!r}, a list of {len(found)} numbers; the rule is at most {MAX_NUMBERS} in all lists of a "
+                f"dict"
             )
         for i, number in enumerate(found):
             if not abs(number) <= MAX_NUMBER:
-                return (f"{key!r}, a list of {len(found)} numbers with {number} at place {i}; the rule is finite "
-                        f"numbers of at most {MAX_NUMBER:g} in size")
+                return (
+                    f"{key!r}, a list of {len(found)} numbers with {number} at place {i}; the rule is finite "
+                    f"numbers of at most {MAX_NUMBER:g} in size"
+                )
     return ""
 
 
 def plain(value: Any) -> float | str:
-    """A number as float (numpy and torch scalars too), anything else as text. An int or a fraction that is larger than
-    any float is infinite."""
+    """A number as float (numpy and torch scalars too), anything else as text. An int or a fraction that is
+    larger than any float is infinite."""
     if hasattr(value, "item"):
         try:
             value = value.item()
@@ -90,7 +93,8 @@ def metric_or_text(value: Any) -> float | str:
 
 
 def numbers_of(value: Any) -> list[float] | None:
-    """The numbers of a list, a tuple, or an array of one dimension (numpy, torch). None: it is something else."""
+    """The numbers of a list, a tuple, or an array of one dimension (numpy, torch). None: it is something
+    else."""
     if getattr(value, "ndim", 0) == 1 and hasattr(value, "tolist"):
         value = value.tolist()
     if not isinstance(value, list | tuple):
@@ -107,7 +111,8 @@ def numbers_of(value: Any) -> list[float] | None:
 
 
 def packed(reply: dict) -> dict:
-    """A reply for a pipe, as JSON: each list of numbers is {"float64": base64}, some ten times as fast as digits."""
+    """A reply for a pipe, as JSON: each list of numbers is {"float64": base64}, some ten times as fast as
+    digits."""
     if "extra" not in reply:
         return reply
     extra = dict(reply["extra"])

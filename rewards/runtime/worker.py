@@ -246,7 +246,8 @@ def main() -> None:
     os.register_at_fork(after_in_child=lambda: os.close(answers.fileno()))  # else a child keeps the pipe open
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    faulthandler.register(signal.SIGUSR2, file=answers, chain=True)  # in place of a kill: shows where a sample hung
+    # in place of a kill: shows where a sample hung
+    faulthandler.register(signal.SIGUSR2, file=answers, chain=True)
     scorer = None
     while header := requests.read(8):
         (length,) = struct.unpack("Q", header)

@@ -1,9 +1,8 @@
 """Which names of assertions the program gives: its own, and nothing that decides the verdict.
 
 In `assert sum(f(1)) == 3` it is `f`; `sum` is Python's, although the program may have one for its own use. In
-`assert sum(10, 15) == 6` it is `sum`. This reads the assertions alone, before there is a program. The text of this
-file, too, is a part of main.py in the sandbox, where harness.py's `judge` calls `asked_by`.
-"""
+`assert sum(10, 15) == 6` it is `sum`. This reads the assertions alone, before there is a program. The text of
+this file, too, is a part of main.py in the sandbox, where harness.py's `judge` calls `asked_by`. """
 
 import ast
 import builtins
@@ -24,7 +23,8 @@ class Asked(NamedTuple):
 
 
 def asked_by(case: str, known: Set[str]) -> Asked:
-    """known: the names that assertions have by themselves. Raises SyntaxError for assertions that are no Python."""
+    """known: the names that assertions have by themselves. Raises SyntaxError for assertions that are no
+    Python."""
     tree = ast.parse(case)
     free = free_names(case)
     names = sorted(free - known)
@@ -68,11 +68,11 @@ def modules_used(tree: ast.Module, names: set[str]) -> dict[str, list[str]]:
 
 
 def subject_of(tree: ast.Module, names: set[str]) -> str:
-    """Of names that Python or its libraries have, the one that the assertions are about: only one, so that no program
-    is asked for its opinion of itself, as by `all(...)`. It is what is given to a function of the assertions,
-    `check(sum)`, else what is called: a library's name rather than a function of Python, and that rather than a type;
-    then in an assertion, or among the arguments of a function of the assertions, rather than elsewhere; of two calls,
-    one in the other, the inner one; then the first."""
+    """Of names that Python or its libraries have, the one that the assertions are about: only one, so that no
+    program is asked for its opinion of itself, as by `all(...)`. It is what is given to a function of the
+    assertions, `check(sum)`, else what is called: a library's name rather than a function of Python, and that
+    rather than a type; then in an assertion, or among the arguments of a function of the assertions, rather
+    than elsewhere; of two calls, one in the other, the inner one; then the first."""
     helpers = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
