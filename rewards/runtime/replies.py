@@ -74,10 +74,10 @@ def plain(value: Any) -> float | str:
             value = value.item()
         except (ValueError, RuntimeError):  # more than one element
             return str(value)
-    if not isinstance(value, numbers.Real):
-        return str(value)
     try:
-        return float(value)
+        if isinstance(value, numbers.Real):
+            return float(value)
+        return str(value)
     except OverflowError:
         if value > 0:
             return float("inf")

@@ -104,24 +104,26 @@ TYPE = 3
 
 def candidates(node: ast.AST, place: int, names: set[str], helpers: set[str]) -> list[Candidate]:
     """Those of `names` that this node calls, or gives to one of `helpers`, the functions of the assertions."""
-    called = None
+    called = ""
+    arguments = []
     match node:
-        case ast.Call(func=ast.Name(id=name)):
-            called = name
+        case ast.Call(func=ast.Name() as function):
+            called = function.id
+            arguments = node.args
     if called in helpers or isinstance(node, ast.Assert):
         place = IN_ASSERTION
     found = []
     for child in ast.iter_child_nodes(node):
         found += candidates(child, place, names, helpers)
     if called in helpers:
-        for argument in node.args:
+        for argument in arguments:
             match argument:
                 case ast.Name(id=name) if name in names:
                     found.append(Candidate(GIVEN, place, argument.lineno, argument.col_offset, name))
     elif called in names:
         rank = rank_of(called)
         if all(inner.rank > rank for inner in found):
-            found.append(Candidate(rank, place, node.func.lineno, node.func.col_offset, called))
+            found.append(Candidate(rank, place, function.lineno, function.col_offset, called))
     return found
 
 
