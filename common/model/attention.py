@@ -59,8 +59,7 @@ def packed_sdpa(
 
 
 def _causal_mask(new: int, length: int, window: int, device: torch.device) -> Tensor:
-    """[new, length]: True where one of the last `new` tokens sees a key at most `window - 1` tokens before
-    it."""
+    """[new, length]: True where one of the last `new` tokens sees a key, less than `window` tokens before it."""
     mask = torch.ones(new, length, dtype=torch.bool, device=device)
     return mask.tril_(length - new).triu_(length - new + 1 - window)
 
