@@ -13,7 +13,7 @@ import time
 from envs import tools
 from envs.programs import find_sandbox, tool_timeout_s
 from rewards.code import MAX_CASES, cases_of, extract_program, judge
-from rewards.runtime.sandbox import Limits
+from rewards.sandbox.sandbox import Limits
 
 CASE_S = 4.0  # seconds of one test
 SPARE_S = 5.0  # seconds of --rollout.tool-timeout-s for all but the tests

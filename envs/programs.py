@@ -7,7 +7,7 @@ ALLOW_WEAK_SANDBOX=1 accepts machines that cannot isolate programs.
 import os
 from typing import NamedTuple
 
-from rewards.runtime import sandbox
+from rewards.sandbox import sandbox
 
 FLAGS = ("SANDBOX_FUSION_URL=http://HOST:8080/run_code", "ALLOW_WEAK_SANDBOX=1")
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from envs import limited
 from envs.programs import find_sandbox
-from rewards.runtime.sandbox import Limits
+from rewards.sandbox.sandbox import Limits
 
 MAX_OUTPUT = 4000  # characters
 SANDBOX = find_sandbox("envs/python_tool.py")

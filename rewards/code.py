@@ -21,7 +21,7 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
-from rewards.runtime import asked, harness, sandbox
+from rewards.sandbox import asked, harness, sandbox
 
 HARNESS = Path(asked.__file__).read_text() + Path(harness.__file__).read_text()
 MAX_CASES = 10  # of which a score is made

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoProcessor, PretrainedConfig, ProcessorM
 from transformers.processing_utils import MODALITY_TO_AUTOPROCESSOR_MAPPING
 from transformers.utils import CONFIG_NAME, cached_file, is_torchvision_available
 
-from common.model.vision import FAMILIES
+from common.forward.vision import FAMILIES
 from envs.pictures import blank, check_size, decode, read
 from envs.runtime.template import GUARD, encode_plain, special_tokens
 

@@ -28,7 +28,7 @@ from common.dataset.images import Images, embedding_size, encode_prompt, family_
 from common.dataset.loaded import Loaded
 from common.dataset.messages import as_text, as_written, parse_row
 from common.dataset.rows import BATCH_BYTES, BATCH_ROWS, find_files, read_rows, row_of
-from common.model.vision import FAMILIES
+from common.forward.vision import FAMILIES
 from common.parallel.exchange import deliver
 from common.parallel.ranks import check_at_least, together
 from common.prompts import DataConfig, TemplateConfig

@@ -137,14 +137,17 @@ class Engine:
         self.policy: Policy | None = None
         """The policy whose weights the engine was given last."""
         self._version = -1  # of that policy when it was given
-        # where filters change the distribution, or older weights sampled some tokens, a step's own tokens are no probe
-        self.probe_every = 1 if config.top_p < 1 or config.top_k or config.in_flight > 1 or world.num_samplers else 10
+        self.probe_every = 10
+        has_filters = config.top_p < 1 or config.top_k != 0
+        has_older_tokens = config.in_flight > 1 or world.num_samplers > 0
+        if has_filters or has_older_tokens:
+            self.probe_every = 1  # a step's own tokens, which `check_sampled` compares, are no probe then
         self._sleeps_to_probe = 0
 
     def wake(self, policy: Policy) -> dict[str, float]:
-        """Load the weights, get the cache back, check that the engine holds the trainer's weights. The order matters:
-
-        It always loads them: several policies may take turns, and weights may change by more than optimizer steps.
+        """Load the weights, get the cache back, check that the engine holds the trainer's weights. It always
+        loads them: several policies may take turns, and weights may change by more than optimizer steps. The
+        order matters:
 
         1. torch's cached blocks go to the GPU, and the moments that a save has brought back to the host;
         2. the engine's weights get their memory, then their values, one by one; checksums are compared;
@@ -168,9 +171,13 @@ class Engine:
         self.awake = True
         return metrics | {"timing_s/update_weights": time.perf_counter() - start}
 
-    def complete(self, requests: Sequence[Request], sampling: SamplingConfig,
-                 on_finish: Callable[[int, Response], Any] = lambda *_: None,
-                 stop: Callable[[], bool] = lambda: False) -> list[Response]:
+    def complete(
+        self,
+        requests: Sequence[Request],
+        sampling: SamplingConfig,
+        on_finish: Callable[[int, Response], Any] = lambda *_: None,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> list[Response]:
         """The response of each request, in order. All ranks of an engine pass the same requests.
 
         A prompt equal to the one before it is not computed again. `on_finish(i, response)` is called when response i
@@ -179,18 +186,25 @@ class Engine:
         responses = [request.response for request in requests]
         for i, request in enumerate(requests):
             if not request.response.finish_reason:
-                count = len(request.response.tokens)
-                limited = replace(sampling, max_response_length=sampling.max_response_length - count)
-                tokens = [*request.prompt.tokens, *request.response.tokens]
-                seed = seed_of(request.seed, count) if count else request.seed
-                self.add(i, tokens, seed, limited, request.prompt.images)
+                self._add_rest(i, request, sampling)
         while self.has_unfinished() and not self.stop():
             for i, part in self.step():
                 responses[i].extend(part, part.finish_reason)
                 on_finish(i, responses[i])
-        for i, part in self.abort({i for i, response in enumerate(responses) if not response.finish_reason}):
+        unfinished = {i for i, response in enumerate(responses) if not response.finish_reason}
+        for i, part in self.abort(unfinished):
             responses[i].extend(part, finish_reason="")
         return responses
+
+    def _add_rest(self, number: int, request: Request, sampling: SamplingConfig) -> None:
+        """Queue what is left to sample of a request."""
+        num_sampled = len(request.response.tokens)
+        limited = replace(sampling, max_response_length=sampling.max_response_length - num_sampled)
+        tokens = [*request.prompt.tokens, *request.response.tokens]
+        seed = request.seed
+        if num_sampled:
+            seed = seed_of(request.seed, num_sampled)
+        self.add(number, tokens, seed, limited, request.prompt.images)
 
     def begin(self, stop: Callable[[], bool]) -> None:
         """Call before requests are added. `stop`: see `complete`; the first rank of an engine decides for all."""
@@ -213,8 +227,11 @@ class Engine:
         Raises RuntimeError if the two disagree (`max_probe_diff`)."""
         self.must_be(True, "asleep already: call engine.wake(policy) first")
         start = time.perf_counter()
-        batch = None if self._sleeps_to_probe else self._sample_probe()
-        self._sleeps_to_probe = (self._sleeps_to_probe or self.probe_every) - 1
+        batch = None
+        if self._sleeps_to_probe == 0:
+            batch = self._sample_probe()
+            self._sleeps_to_probe = self.probe_every
+        self._sleeps_to_probe -= 1
         sampled = time.perf_counter()
         metrics = self._sleep()
         self.awake = False
@@ -236,29 +253,45 @@ class Engine:
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
             # on one rank nothing travels, and the engine's copy casts: one pass over the weights instead of two
-            travels = self.world.size > 1 or self.world.num_samplers
-            for name, tensor in policy.full_tensors(self.dtype if travels else None):
+            dtype = None
+            if self.world.size > 1 or self.world.num_samplers:
+                dtype = self.dtype
+            for name, tensor in policy.full_tensors(dtype):
                 sent[self.name_of(name)] = checksum(tensor, self.dtype)
                 yield name, tensor
 
         num_compared, differing = self._load(tensors(), sent)
-        if names := all_names(differing):  # of any rank: all of them raise
-            raise RuntimeError("weight sync: checksums differ, the engine does not hold the trainer's weights "
-                               f"in {len(names)} tensors: {', '.join(names[:5])}")
+        names = all_names(differing)  # of any rank: all of them raise
+        if names:
+            raise RuntimeError(
+                "weight sync: checksums differ, the engine does not hold the trainer's weights "
+                f"in {len(names)} tensors: {', '.join(names[:5])}"
+            )
+        metrics = {"sync/num_checksums": num_compared}
         num_left = len(sent) - num_compared
-        return {"sync/num_checksums": num_compared} | ({"sync/num_not_compared": num_left} if num_left else {})
+        if num_left:
+            metrics["sync/num_not_compared"] = num_left
+        return metrics
 
     def _sample_probe(self) -> Batch:
         sampling = SamplingConfig(self.config.temperature, min(8, self.config.max_response_length))
-        requests = [Request(Prompt(tokens, "", "", {}, []), seed) for seed, tokens in enumerate(self.probe)]
+        requests = []
+        for seed, tokens in enumerate(self.probe):
+            requests.append(Request(Prompt(tokens, "", "", {}, []), seed))
         responses = self.complete(requests, sampling)
-        batch = Batch.build(self.probe, [r.tokens for r in responses], rollout_logps=[r.logp for r in responses])
+        batch = Batch.build(
+            self.probe,
+            [response.tokens for response in responses],
+            rollout_logps=[response.logp for response in responses],
+        )
         return batch.to(self.world.device)
 
     def _check_probe(self, batch: Batch) -> dict[str, float]:
         """Means of |p_engine - p_trainer| and |log p_engine - log p_trainer| over the probe, on the worst rank."""
-        logps = torch.stack([self.policy.score(batch, self.config.temperature), batch.rollout_logp])[:, batch.mask]
-        differences = torch.stack([logps.exp(), logps]).diff(dim=1).abs().nan_to_num(nan=torch.inf)     # [2, 1, N]
+        logp = self.policy.score(batch, self.config.temperature)
+        logps = torch.stack([logp, batch.rollout_logp])[:, batch.mask]                    # [trainer, engine; N]
+        differences = torch.stack([logps.exp(), logps]).diff(dim=1).abs()                       # [2, 1, N]
+        differences = differences.nan_to_num(nan=torch.inf)
         prob_diff, logp_diff = all_max(differences.mean(dim=(1, 2))).tolist()
         check_difference(prob_diff, self.config.max_probe_diff, "the probe")
         return {"sync/probe_prob_diff": prob_diff, "sync/probe_logp_diff": logp_diff}
@@ -269,8 +302,8 @@ class Engine:
         none, the next `sleep` has a probe."""
         if self.probe_every == 1 or model is not self.policy or model.version != self._version:
             return
-        sums = [float(numbers["_training/rollout_probs_diff_fresh"]) for numbers in (meter.sums, meter.counts)]
-        total, count = all_sum(sums).tolist()
+        name = "_training/rollout_probs_diff_fresh"
+        total, count = all_sum([float(meter.sums[name]), float(meter.counts[name])]).tolist()
         if count:
             check_difference(total / count, self.config.max_probe_diff, "the tokens of this step")
         else:

@@ -56,11 +56,16 @@ def check_extra(extra: str, device: str) -> None:
             raise ValueError(f"--rollout.extra: {name} {value} is what {decided[name]} decides; leave it out")
         if name in fixed:
             raise ValueError(f"--rollout.extra: {name} {value} cannot be set, because {fixed[name]}; leave it out")
-    unknown = sorted(given.keys() - (known := arguments_of_vllm())) if given else []
+    if not given:
+        return
+    known = arguments_of_vllm()
+    unknown = sorted(given.keys() - known)
     if unknown:
+        problem = f"--rollout.extra: vLLM's LLM(...) has no argument {unknown[0]}"
         near = difflib.get_close_matches(unknown[0], known, 3)
-        raise ValueError(f"--rollout.extra: vLLM's LLM(...) has no argument {unknown[0]}"
-                         f"{', did you mean ' * bool(near)}{' or '.join(near)}")
+        if near:
+            problem += f", did you mean {' or '.join(near)}"
+        raise ValueError(problem)
 
 
 def arguments_of_vllm() -> set[str]:

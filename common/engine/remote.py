@@ -24,11 +24,24 @@ class Bridge:
     def __init__(self, world: World):
         self.world = world
         self.store = dist.PrefixStore("bridge", world.job_store)
-        self.inbox, self.outbox = ("trainers", "samplers") if world.trains else ("samplers", "trainers")
-        if world.is_main or world.samples:  # the first trainer and all samplers
-            place, on_cpu = (world.rank + world.samples, 1 + world.num_samplers), world.device.type == "cpu"
-            self.group = (dist.ProcessGroupGloo(self.store, *place, collective_timeout(0)) if on_cpu
-                          else dist.ProcessGroupNCCL(self.store, *place, dist.ProcessGroupNCCL.Options()))
+        if world.trains:
+            self.inbox = "trainers"
+            self.outbox = "samplers"
+        else:
+            self.inbox = "samplers"
+            self.outbox = "trainers"
+        if world.is_main or world.samples:
+            self.group = self._make_group()
+
+    def _make_group(self) -> Any:
+        """Of the first trainer, and all samplers after it."""
+        rank = 0
+        if self.world.samples:
+            rank = self.world.rank + 1
+        size = 1 + self.world.num_samplers
+        if self.world.device.type == "cpu":
+            return dist.ProcessGroupGloo(self.store, rank, size, collective_timeout(0))
+        return dist.ProcessGroupNCCL(self.store, rank, size, dist.ProcessGroupNCCL.Options())
 
     def send(self, message: Any) -> None:
         """The first rank sends, and does not wait."""
@@ -41,16 +54,22 @@ class Bridge:
 
     def receive_share(self) -> bytes:
         """Each trainer receives the samples of some samplers, after the rollout's message."""
-        samplers = range(self.world.rank, self.world.num_samplers, self.world.size)
-        return b"".join(self._pop(f"share_{sampler}") for sampler in samplers)
+        shares = []
+        for sampler in range(self.world.rank, self.world.num_samplers, self.world.size):
+            shares.append(self._pop(f"share_{sampler}"))
+        return b"".join(shares)
 
     def _push(self, queue: str, data: bytes) -> None:
         """An empty part ends the data."""
         for start in range(0, len(data) + PART, PART):
-            self.store.queue_push(queue, data[start : start + PART])
+            part = data[start : start + PART]
+            self.store.queue_push(queue, part)
 
     def _pop(self, queue: str) -> bytes:
-        return b"".join(iter(lambda: self.store.queue_pop(queue), b""))
+        parts = []
+        while part := self.store.queue_pop(queue):
+            parts.append(part)
+        return b"".join(parts)
 
     def has_message(self) -> bool:
         """Whether a message has arrived. While samplers sample, it means that the trainers have ended."""
@@ -63,7 +82,10 @@ class Bridge:
             if on_wait():
                 return None
             time.sleep(0.005)
-        return on_main(self.world, lambda: pickle.loads(self._pop(self.inbox)))
+        return on_main(self.world, self._take)
+
+    def _take(self) -> Any:
+        return pickle.loads(self._pop(self.inbox))
 
 
 class RemoteEngine(Engine):
@@ -84,10 +106,15 @@ class RemoteEngine(Engine):
     def _sample_probe(self) -> Batch:
         """Each trainer scores the samples of some engines, in turns, and so each engine is compared by one of them. A
         trainer without an engine of its own scores those of the first: all ranks run the model as often."""
-        return Batch.cat(self.probed[self.world.rank :: self.world.size] or self.probed[:1]).to(self.world.device)
+        mine = self.probed[self.world.rank :: self.world.size]
+        if not mine:
+            mine = self.probed[:1]
+        return Batch.cat(mine).to(self.world.device)
 
 
-def receive_weights(engine: Engine, bridge: Bridge, described: dict[str, Tensor]) -> tuple[int, list[str], list[Batch]]:
+def receive_weights(
+    engine: Engine, bridge: Bridge, described: dict[str, Tensor]
+) -> tuple[int, list[str], list[Batch]]:
     """The samplers' part of `RemoteEngine._load`. `described`: the tensors that will come, on the meta device. Also
     returns what each engine sampled on the probe."""
     sent: dict[str, Checksum] = {}
@@ -97,11 +124,13 @@ def receive_weights(engine: Engine, bridge: Bridge, described: dict[str, Tensor]
             tensor = torch.empty(like.shape, dtype=like.dtype, device=engine.world.device)
             bridge.group.broadcast(tensor.view(-1).view(torch.uint8), 0).wait()
             yield name, tensor
-        sent.update({engine.name_of(name): known for name, known in bridge.receive().items()})
+        for name, known in bridge.receive().items():
+            sent[engine.name_of(name)] = known
 
     engine._wake_weights()
     num_compared, differing = engine._load(tensors(), sent)
     engine._wake_cache()
     engine.awake = True
-    # all ranks of an engine have the same
-    return num_compared, all_names(differing), all_gather_objects(engine._sample_probe().to("cpu"))[:: engine.config.tp]
+    all_differing = all_names(differing)
+    samples = all_gather_objects(engine._sample_probe().to("cpu"))
+    return num_compared, all_differing, samples[:: engine.config.tp]  # all ranks of an engine have the same

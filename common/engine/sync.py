@@ -6,7 +6,10 @@ from torch import Tensor, nn
 
 BLOCK = 1 << 20
 """Number of elements that are cast at a time."""
-EXPERTS = {"w13_weight": "gate_up_proj", "w2_weight": "down_proj"}
+EXPERTS = {
+    "w13_weight": "gate_up_proj",
+    "w2_weight": "down_proj",
+}
 """The experts of a mixture in vLLM and in transformers: [experts, rows, columns], the same rows in the same order."""
 AS_SENT = {torch.float32, torch.bfloat16, torch.float16}
 """Data types of weights that a checksum can compare. What vLLM quantised has another one, and other numbers."""
@@ -31,20 +34,29 @@ def held_checksums(model: nn.Module, sent: dict[str, Checksum], dtype: torch.dty
     transformers are left out, and tensors that vLLM quantised: the probe and the step's own tokens judge them."""
     held: dict[str, Checksum] = {}
     for prefix, module in model.named_modules():
-        path, _, own_name = prefix.rpartition(".")
         for name, parameter in module.named_parameters(recurse=False):
-            names = [f"{prefix}.{name}"]
-            if len(model.packed_modules_mapping.get(own_name, ())) > 1:  # matrices in one: qkv_proj, but not a tower's
-                names = [f"{path}.{part}.{name}" for part in model.packed_modules_mapping[own_name]]
-            elif name in EXPERTS:
-                names = [f"{prefix}.{EXPERTS[name]}".replace(".routed_experts", "")]
+            names = names_of_parts(model, prefix, name)
             if parameter.dtype not in AS_SENT or sent.keys().isdisjoint(names):  # such as the scales of quantised ones
                 continue
-            parts = parameter.split(module.output_partition_sizes) if len(names) > 1 else [parameter]
+            parts = [parameter]
+            if len(names) > 1:
+                parts = parameter.split(module.output_partition_sizes)
             for part_name, part in zip(names, parts, strict=True):
                 if part_name in sent:
                     held[part_name] = checksum(part, dtype)
     return held
+
+
+def names_of_parts(model: nn.Module, prefix: str, name: str) -> list[str]:
+    """What transformers calls the parts of vLLM's parameter `prefix.name`: several where vLLM has matrices in
+    one."""
+    path, _, own_name = prefix.rpartition(".")
+    matrices = model.packed_modules_mapping.get(own_name, ())
+    if len(matrices) > 1:  # such as qkv_proj, but not a tower's
+        return [f"{path}.{matrix}.{name}" for matrix in matrices]
+    if name in EXPERTS:
+        return [f"{prefix}.{EXPERTS[name]}".replace(".routed_experts", "")]
+    return [f"{prefix}.{name}"]
 
 
 def differing(sent: dict[str, Checksum], held: dict[str, Checksum]) -> set[str]:
@@ -55,15 +67,18 @@ def differing(sent: dict[str, Checksum], held: dict[str, Checksum]) -> set[str]:
     from vllm.distributed import get_tp_group
 
     names = sorted(held)
-    sums = torch.tensor([held[name] for name in names], dtype=torch.int64)  # [names, 2]
-    dist.all_reduce(sums, group=get_tp_group().cpu_group)
+    held_sums = torch.tensor([held[name] for name in names], dtype=torch.int64)  # [names, 2]
+    dist.all_reduce(held_sums, group=get_tp_group().cpu_group)
     sent_sums = torch.tensor([sent[name] for name in names])  # [names, 2]
-    copies = sums[:, 1] // sent_sums[:, 1]
-    return {names[i] for i in (sums[:, 0] != sent_sums[:, 0] * copies).nonzero()[:, 0]}
+    copies = held_sums[:, 1] // sent_sums[:, 1]
+    differs = held_sums[:, 0] != sent_sums[:, 0] * copies
+    return {names[i] for i in differs.nonzero()[:, 0]}
 
 
 def check_difference(prob_diff: float, limit: float, where: str) -> None:
     """Raises RuntimeError where a mean |p_engine - p_trainer| is above the limit; 0: no limit."""
     if 0 < limit < prob_diff:
-        raise RuntimeError(f"after the weight sync, mean |p_engine - p_trainer| is {prob_diff:.4f} on {where}, above "
-                           f"--rollout.max-probe-diff {limit}: the engine does not hold the trainer's weights")
+        raise RuntimeError(
+            f"after the weight sync, mean |p_engine - p_trainer| is {prob_diff:.4f} on {where}, above "
+            f"--rollout.max-probe-diff {limit}: the engine does not hold the trainer's weights"
+        )

@@ -32,7 +32,8 @@ class VLLMEngine(Engine):
 
     def __init__(self, setup: EngineSetup):
         super().__init__(setup)
-        config, model_config = setup.config, setup.model_config
+        config = setup.config
+        model_config = setup.model_config
         self.on_cpu = self.world.device.type == "cpu"
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -108,9 +109,13 @@ class VLLMEngine(Engine):
         with quantize_on_load(self.quantized, self.llm.llm_engine.vllm_config):
             names = {name.replace(".routed_experts", "") for name, _ in self.model.named_parameters()}
             loaded = self.model.load_weights(tensors)
-        if loaded is not None and (missing := all_names(names - {x.replace(".routed_experts", "") for x in loaded})):
-            raise RuntimeError(f"weight sync: nothing that the trainer sends goes into {len(missing)} weights of the "
-                               f"engine ({', '.join(missing[:3])}): transformers' model has other weights")
+        if loaded is not None:
+            missing = all_names(names - {name.replace(".routed_experts", "") for name in loaded})
+            if missing:
+                raise RuntimeError(
+                    f"weight sync: nothing that the trainer sends goes into {len(missing)} weights of the "
+                    f"engine ({', '.join(missing[:3])}): transformers' model has other weights"
+                )
         held = held_checksums(self.model, sent, self.dtype)
         if self.on_cpu:
             pack_on_cpu(self.model)

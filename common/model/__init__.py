@@ -1,1 +1,1 @@
-"""The models: loading, sharding, packed forward, attention, optimizers, offload, FLOPs, memory."""
+"""The models: loading, sharding, attention, optimizers, FLOPs."""

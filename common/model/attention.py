@@ -1,5 +1,7 @@
 """Attention over packed sequences: one row of tokens, cut by `cu_seq_lens` into sequences that never see each other."""
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -8,12 +10,14 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PretrainedConfig
 from transformers.utils import is_flash_attn_2_available
 
+from common.forward.sequence_parallel import gather_keys
 from common.model.flops import head_dims
 from common.model.policy import ModelConfig
-from common.model.sequence_parallel import gather_keys
 
-FEWER_KEY_HEADS = {"enable_gqa": True} if "enable_gqa" in varlen_attn.__kwdefaults__ else {}
+FEWER_KEY_HEADS: dict[str, bool] = {}
 """Lets keys have fewer heads than queries; torch 2.11 needs no argument for it."""
+if "enable_gqa" in varlen_attn.__kwdefaults__:
+    FEWER_KEY_HEADS["enable_gqa"] = True
 
 
 def packed_sdpa(
@@ -24,36 +28,68 @@ def packed_sdpa(
     `s_aux` [heads]: attention sinks (gpt-oss, arXiv 2508.10925), scores that only enlarge the softmax's sum.
     `layout`: `cu_seq_lens_q`, `cu_seq_lens_k`, and where the keys are, see `_take_keys`."""
     key, value = _take_keys(key, value, **layout)
-    lengths, lengths_k = (layout[name].diff().tolist() for name in ("cu_seq_lens_q", "cu_seq_lens_k"))
-    gqa, dtype = query.shape[1] != key.shape[1], query.dtype
+    num_queries = layout["cu_seq_lens_q"].diff().tolist()
+    num_keys = layout["cu_seq_lens_k"].diff().tolist()
+    has_fewer_key_heads = query.shape[1] != key.shape[1]
+    dtype = query.dtype
     # measured: in bfloat16 sdpa and its backward take 3 to 5x as long with AVX2, and with AMX up to 4x below 160 tokens
     if dtype == torch.bfloat16 and query.device.type == "cpu":
-        query, key, value = query.float(), key.float(), value.float()
+        query = query.float()
+        key = key.float()
+        value = value.float()
+    sequences = zip(query.split(num_queries, 2), key.split(num_keys, 2), value.split(num_keys, 2), strict=True)
     out = []
-    for q, k, v in zip(query.split(lengths, 2), key.split(lengths_k, 2), value.split(lengths_k, 2), strict=True):
-        length, new = k.shape[2], q.shape[2]
+    for q, k, v in sequences:
+        new = q.shape[2]
+        length = k.shape[2]
         window = sliding_window or length
         mask = None
-        if window < length or softcap or s_aux is not None or new < length:     # True where a late query sees a key
-            mask = torch.ones(new, length, dtype=torch.bool, device=q.device)
-            mask.tril_(length - new).triu_(length - new + 1 - window)
-        if s_aux is not None:           # a first key that all queries see: its score is the sink, its value is 0
-            # D grows by 8, because kernels need a multiple of it, and the sink is in the last column
-            sinks = F.pad((s_aux.to(q.dtype) / scaling)[:, None, None].expand(-1, new, 1), (7, 0))  # [heads, new, 8]
-            q, k, v = torch.cat([q, sinks[None]], -1), F.pad(k, (0, 8, 1, 0)), F.pad(v, (0, 0, 1, 0))
-            k[:, :, 0, -1] = 1
+        if window < length or softcap or s_aux is not None or new < length:
+            mask = _causal_mask(new, length, window, q.device)
+        if s_aux is not None:
+            q, k, v = _with_sinks(q, k, v, s_aux, scaling)
             mask = F.pad(mask, (1, 0), value=True)
         if softcap is None:
-            out.append(F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scaling,
-                                                      enable_gqa=gqa))
-        else:                                                   # Gemma 2: tanh between the scores and the softmax
-            repeats = q.shape[1] // k.shape[1]
-            k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
-            scores = (q @ k.transpose(2, 3)) * (q.shape[3] ** -0.5 if scaling is None else scaling)
-            scores = (torch.tanh(scores / softcap) * softcap).masked_fill(~mask, float("-inf"))
-            weights = scores.softmax(dim=-1, dtype=torch.promote_types(q.dtype, torch.float32))
-            out.append(weights.to(q.dtype) @ v)
+            out.append(F.scaled_dot_product_attention(
+                q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=has_fewer_key_heads
+            ))
+        else:
+            out.append(_soft_capped(q, k, v, mask, softcap, scaling))
     return torch.cat(out, dim=2).to(dtype).transpose(1, 2), None                        # [1, T, heads, D]
+
+
+def _causal_mask(new: int, length: int, window: int, device: torch.device) -> Tensor:
+    """[new, length]: True where one of the last `new` tokens sees a key, less than `window` tokens before it."""
+    mask = torch.ones(new, length, dtype=torch.bool, device=device)
+    return mask.tril_(length - new).triu_(length - new + 1 - window)
+
+
+def _with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, s_aux: Tensor, scaling: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Put a key first that all queries see: its score is the sink, and its value is 0. D grows by 8, because
+    kernels need a multiple of it, and the sink is in the last column."""
+    sinks = (s_aux.to(q.dtype) / scaling)[:, None, None].expand(-1, q.shape[2], 1)      # [heads, new, 1]
+    q = torch.cat([q, F.pad(sinks, (7, 0))[None]], dim=-1)
+    k = F.pad(k, (0, 8, 1, 0))
+    k[:, :, 0, -1] = 1
+    v = F.pad(v, (0, 0, 1, 0))
+    return q, k, v
+
+
+def _soft_capped(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, softcap: float, scaling: float | None
+) -> Tensor:
+    """Attention with a tanh between the scores and the softmax (Gemma 2)."""
+    if scaling is None:
+        scaling = q.shape[3] ** -0.5
+    repeats = q.shape[1] // k.shape[1]
+    k = k.repeat_interleave(repeats, dim=1)
+    v = v.repeat_interleave(repeats, dim=1)
+    scores = (q @ k.transpose(2, 3)) * scaling
+    scores = (torch.tanh(scores / softcap) * softcap).masked_fill(~mask, float("-inf"))
+    weights = scores.softmax(dim=-1, dtype=torch.promote_types(q.dtype, torch.float32))
+    return weights.to(q.dtype) @ v
 
 
 def packed_varlen(
@@ -67,12 +103,23 @@ def packed_varlen(
     key, value = _take_keys(key, value, **layout)
     assert softcap is None and s_aux is None, "packed_varlen has no soft-cap and no attention sinks: use packed_sdpa"
     # the kernels want values as wide as keys, and those of latent attention are narrower
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, F.pad(value, (0, key.shape[3] - value.shape[3]))))
-    longest = int(layout["max_length_q"]), int(layout["max_length_k"])
-    window = (-1 if sliding_window is None else sliding_window - 1, 0)                  # (-1, 0): causal, unlimited
-    out = varlen_attn(q, k, v, layout["cu_seq_lens_q"], layout["cu_seq_lens_k"], *longest, scale=scaling,
-                      window_size=window, **FEWER_KEY_HEADS)
-    return out[None, :, :, : value.shape[3]], None
+    width = value.shape[3]
+    padded = F.pad(value, (0, key.shape[3] - width))
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, padded))                      # [T, heads, D]
+    keys_before = -1                                                                    # unlimited
+    if sliding_window is not None:
+        keys_before = sliding_window - 1
+    out = varlen_attn(
+        q, k, v,
+        layout["cu_seq_lens_q"],
+        layout["cu_seq_lens_k"],
+        int(layout["max_length_q"]),
+        int(layout["max_length_k"]),
+        scale=scaling,
+        window_size=(keys_before, 0),                                                  # no key after it: causal
+        **FEWER_KEY_HEADS,
+    )
+    return out[None, :, :, :width], None
 
 
 def _take_keys(key: Tensor, value: Tensor, key_rows: Tensor | None = None, num_rows: int = 0,
@@ -83,13 +130,17 @@ def _take_keys(key: Tensor, value: Tensor, key_rows: Tensor | None = None, num_r
     the last of them (a response continues after a prompt that others share)."""
     if sequence_group is not None:
         key, value = gather_keys(key, value, sequence_group, num_rows)
-    return (key, value) if key_rows is None else (key[:, :, key_rows], value[:, :, key_rows])
+    if key_rows is not None:
+        key = key[:, :, key_rows]
+        value = value[:, :, key_rows]
+    return key, value
 
 
 # transformers knows the functions by these names. They register no mask function, so transformers builds no mask.
 # gpt-oss refuses names with `sdpa`, because transformers' own function of that name has no sinks.
-for name, function in (("packed_sdpa", packed_sdpa), ("packed_sinks", packed_sdpa), ("packed_varlen", packed_varlen)):
-    AttentionInterface.register(name, function)
+AttentionInterface.register("packed_sdpa", packed_sdpa)
+AttentionInterface.register("packed_sinks", packed_sdpa)
+AttentionInterface.register("packed_varlen", packed_varlen)
 
 
 def choose_attention(device: torch.device | str, hf_config: PretrainedConfig, config: ModelConfig) -> str:
@@ -104,7 +155,9 @@ def choose_attention(device: torch.device | str, hf_config: PretrainedConfig, co
     if is_flash_attn_2_available() and width <= 256 and not config.share_prompt and config.sequence_parallel == 1:
         return "flash_attention_2"                              # it needs the keys in one piece
     has_softcap = hf_config.to_dict().get("attn_logit_softcapping") is not None
-    return "packed_sdpa" if has_softcap or width > 256 or width % 8 else "packed_varlen"
+    if has_softcap or width > 256 or width % 8:
+        return "packed_sdpa"
+    return "packed_varlen"
 
 
 def separate_states(decoder: nn.Module) -> bool:
@@ -112,12 +165,20 @@ def separate_states(decoder: nn.Module) -> bool:
     packed sequence at a time. Returns whether there are any.
 
     transformers starts from no state at the beginning of a sequence in the kernels of other packages alone."""
-    layers = [layer for layer in decoder.modules() if any(isinstance(part, nn.Conv1d) for part in layer.children())]
-    for layer in layers:
-        def run(hidden_states: Tensor, seq_idx: Tensor, forward=layer.forward, **others) -> Tensor:
-            """[1, t, H] -> [1, t, H]. `seq_idx` [1, t]: which sequence a token belongs to."""
-            lengths = seq_idx[0].unique_consecutive(return_counts=True)[1].tolist()
-            return torch.cat([forward(part) for part in hidden_states.split(lengths, dim=1)], dim=1)
+    has_any = False
+    for layer in list(decoder.modules()):
+        if any(isinstance(part, nn.Conv1d) for part in layer.children()):
+            layer.forward = _for_each_sequence(layer.forward)
+            has_any = True
+    return has_any
 
-        layer.forward = run
-    return bool(layers)
+
+def _for_each_sequence(forward: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    """The forward of a layer with a state, run for one packed sequence after the other."""
+    def run(hidden_states: Tensor, seq_idx: Tensor, **others) -> Tensor:
+        """[1, t, H] -> [1, t, H]. `seq_idx` [1, t]: which sequence a token belongs to."""
+        _, lengths = seq_idx[0].unique_consecutive(return_counts=True)
+        parts = hidden_states.split(lengths.tolist(), dim=1)
+        return torch.cat([forward(part) for part in parts], dim=1)
+
+    return run

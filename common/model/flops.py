@@ -9,10 +9,11 @@ from collections.abc import Iterable
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from common.batch import Batch
-from common.model.vision import FAMILIES, auto_class
+from common.forward.vision import FAMILIES, auto_class
 from common.parallel.ranks import all_sum
 
 KNOWN: dict[str, int] = {}
@@ -27,16 +28,21 @@ def context_length(hf_config: PretrainedConfig) -> float:
     rope = getattr(text, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
         return rope["original_max_position_embeddings"]
-    return text.max_position_embeddings if hasattr(text, "max_position_embeddings") else np.inf
+    if hasattr(text, "max_position_embeddings"):
+        return text.max_position_embeddings
+    return np.inf
 
 
 def check_context(hf_config: PretrainedConfig, longest: int, model: str) -> None:
     """Raise ValueError if a sequence of the run can be longer than the context of one of its models: what such a model
     says beyond it is no log-prob or value that it has learned. `model`: its flag and path."""
-    if longest > (limit := context_length(hf_config)):
-        raise ValueError(f"{model} has a context of {limit} tokens, and a sequence of this run (prompt and response) "
-                         f"may have {longest}: choose another model, or lower --rollout.max-response-length or "
-                         f"--data.max-prompt-length")
+    limit = context_length(hf_config)
+    if longest > limit:
+        raise ValueError(
+            f"{model} has a context of {limit} tokens, and a sequence of this run (prompt and response) "
+            f"may have {longest}: choose another model, or lower --rollout.max-response-length or "
+            f"--data.max-prompt-length"
+        )
 
 
 def sequence_cost(lengths: np.ndarray, config: PretrainedConfig) -> np.ndarray:
@@ -44,8 +50,10 @@ def sequence_cost(lengths: np.ndarray, config: PretrainedConfig) -> np.ndarray:
 
     `config` is a Hugging Face config; in a nested config the text part counts. Raises KeyError for a kind of layer that
     it cannot count (chunked attention)."""
-    lengths, text = np.asarray(lengths, dtype=np.float64), config.get_text_config()
-    return _layers(np.zeros_like(lengths), lengths, config) + 2 * lengths * text.hidden_size * text.vocab_size
+    lengths = np.asarray(lengths, dtype=np.float64)
+    text = config.get_text_config()
+    head = 2 * lengths * text.hidden_size * text.vocab_size
+    return _layers(np.zeros_like(lengths), lengths, config) + head
 
 
 def microbatch_flops(batch: Batch, config: PretrainedConfig, share_prompt: bool) -> float:
@@ -53,21 +61,34 @@ def microbatch_flops(batch: Batch, config: PretrainedConfig, share_prompt: bool)
 
     With `share_prompt` a prompt runs once, and the responses after it attend to it. The output head runs only where the
     policy sampled a token."""
-    tower = _tower(batch, config) if config.model_type in FAMILIES and batch.row is not None else 0.0
-    text = config.get_text_config()
-    lengths = lengths_k = np.array(batch.host_lengths, dtype=np.float64)
+    tower = 0.0
+    if config.model_type in FAMILIES and batch.row is not None:
+        tower = _tower(batch, config)
     if share_prompt:
-        shared = batch.shared_prompts
-        lengths, lengths_k = (x.cpu().diff().double().numpy() for x in (shared.cu_seqlens, shared.cu_seqlens_k))
+        num_queries = _lengths(batch.shared_prompts.cu_seqlens)
+        num_keys = _lengths(batch.shared_prompts.cu_seqlens_k)
+    else:
+        num_queries = np.array(batch.host_lengths, dtype=np.float64)
+        num_keys = num_queries
+    layers = _layers(num_keys - num_queries, num_queries, config).sum()
+    text = config.get_text_config()
     head = 2 * len(batch.sampled) * text.hidden_size * text.vocab_size
-    return float(tower + _layers(lengths_k - lengths, lengths, config).sum() + head)
+    return float(tower + layers + head)
 
 
 def update_flops(microbatches: Iterable[Batch], config: PretrainedConfig, share_prompt: bool, lora_rank: int) -> float:
     """FLOPs of forward and backward (3x forward; with adapters 2x, as no weight has a gradient) of all ranks'
     micro-batches, for MFU: recomputation by checkpointing is not counted. All ranks call this together."""
-    forward = all_sum([sum(microbatch_flops(batch, config, share_prompt) for batch in microbatches)]).item()
-    return forward * (2 if lora_rank else 3)
+    own = sum(microbatch_flops(batch, config, share_prompt) for batch in microbatches)
+    forward = all_sum([own]).item()
+    if lora_rank:
+        return 2 * forward
+    return 3 * forward
+
+
+def _lengths(cu_seqlens: Tensor) -> np.ndarray:
+    """The lengths of the segments with these ends, float64."""
+    return cu_seqlens.cpu().diff().double().numpy()
 
 
 def _tower(batch: Batch, config: PretrainedConfig) -> float:
@@ -75,43 +96,78 @@ def _tower(batch: Batch, config: PretrainedConfig) -> float:
     within windows of 64 patches is not counted: 1% of the matrices of its layers."""
     rows, first = np.unique(batch.row.cpu().numpy(), return_index=True)
     prompts = batch.select(first[rows != -1])
-    kinds, counts = ((prompts.tokens == config.image_token_id) & ~prompts.mask).unique_consecutive(return_counts=True)
+    in_image = (prompts.tokens == config.image_token_id) & ~prompts.mask                        # [T]
+    is_image, num_tokens = in_image.unique_consecutive(return_counts=True)                   # of runs of tokens
     vision = config.vision_config.to_dict()
-    layers, hidden = vision.get("depth") or vision["num_hidden_layers"], vision["hidden_size"]
-    full = vision.get("fullatt_block_indexes")                  # of Qwen2.5-VL, whose MLPs have three matrices
-    mlp = (6 if full else 4) * hidden * vision["intermediate_size"]
-    per_token = (vision.get("spatial_merge_size") or 1 / config.downsample_ratio) ** 2
-    patches = per_token * counts[kinds].double()                                                # [images]
-    tile = per_token * config.to_dict().get("image_seq_length", np.inf)                         # InternVL cuts images
-    linear = layers * (8 * hidden**2 + mlp) * patches.sum()
-    return float(linear + 4 * hidden * len(full or range(layers)) * (patches * patches.clamp(max=tile)).sum())
+    merge_size = vision.get("spatial_merge_size") or 1 / config.downsample_ratio
+    patches_per_token = merge_size**2
+    patches = patches_per_token * num_tokens[is_image].double()                                 # [images]
+    tile = patches_per_token * config.to_dict().get("image_seq_length", np.inf)           # InternVL cuts images
+
+    hidden = vision["hidden_size"]
+    num_layers = vision.get("depth") or vision["num_hidden_layers"]
+    num_global = num_layers                                     # layers in which a patch sees its whole image
+    num_mlp_matrices = 2
+    if vision.get("fullatt_block_indexes"):                     # Qwen2.5-VL
+        num_global = len(vision["fullatt_block_indexes"])
+        num_mlp_matrices = 3
+    per_patch = 8 * hidden**2 + 2 * num_mlp_matrices * hidden * vision["intermediate_size"]
+    linear = num_layers * per_patch * patches.sum()
+    attention = 4 * hidden * num_global * (patches * patches.clamp(max=tile)).sum()
+    return float(linear + attention)
 
 
 def _layers(before: np.ndarray, new: np.ndarray, config: PretrainedConfig) -> np.ndarray:
     """FLOPs of all layers for `new` [S] tokens, each after `before` [S] keys that came earlier: [S]."""
     text = config.get_text_config()
     fields = text.to_dict()
-    spans = {"full_attention": np.inf, "sliding_attention": fields.get("sliding_window") or np.inf}
-    spans |= dict.fromkeys(("linear_attention", "conv", "mlp", "moe"), 0)           # they see no keys
+    windows = {
+        "full_attention": np.inf,
+        "sliding_attention": fields.get("sliding_window") or np.inf,
+        # the others see no keys
+        "linear_attention": 0,
+        "conv": 0,
+        "mlp": 0,
+        "moe": 0,
+    }
     kinds = fields.get("layer_types") or fields.get("layers_block_type")
-    kinds = kinds or ["sliding_attention"] * text.num_hidden_layers
-    pairs = sum(_pairs(before + new, spans[kind]) - _pairs(before, spans[kind]) for kind in kinds)
-    return 2 * new * active_weights(config) + 2 * text.num_attention_heads * sum(head_dims(text)) * pairs
+    if not kinds:
+        kinds = ["sliding_attention"] * text.num_hidden_layers
+    pairs = np.zeros_like(new)
+    for kind in kinds:
+        window = windows[kind]
+        pairs += _pairs(before + new, window) - _pairs(before, window)
+    matrices = 2 * new * active_weights(config)
+    attention = 2 * text.num_attention_heads * sum(head_dims(text)) * pairs
+    return matrices + attention
 
 
 def active_weights(config: PretrainedConfig) -> int:
     """How many weights of the layers multiply a token: of a mixture's experts those that it runs through."""
     key = config.to_json_string(use_diff=False)
     if key not in KNOWN:
-        is_trusted = type(config).__module__.startswith("transformers_modules.")    # its code came with the model
-        with torch.device("meta"):                                                  # of a copy: from_config changes it
-            model = auto_class(config).from_config(config.from_dict(config.to_dict()), trust_remote_code=is_trusted)
-        weights = [p for module in model.get_decoder().modules() if not isinstance(module, torch.nn.Embedding)
-                   for name, p in module.named_parameters(recurse=False) if p.ndim > 1 and "bias" not in name]
-        # experts are one tensor [experts, rows, columns], and a convolution of each channel is [channels, 1, width]
-        KNOWN[key] = sum(p.numel() if p.ndim == 2 or p.shape[1] == 1 else
-                         p[0].numel() * config.get_text_config().num_experts_per_tok for p in weights)
+        KNOWN[key] = _count_active_weights(config)
     return KNOWN[key]
+
+
+def _count_active_weights(config: PretrainedConfig) -> int:
+    is_trusted = type(config).__module__.startswith("transformers_modules.")      # its code came with the model
+    own_config = config.from_dict(config.to_dict())                                 # from_config changes it
+    with torch.device("meta"):
+        model = auto_class(config).from_config(own_config, trust_remote_code=is_trusted)
+    count = 0
+    for module in model.get_decoder().modules():
+        if isinstance(module, torch.nn.Embedding):
+            continue
+        for name, weight in module.named_parameters(recurse=False):
+            if weight.ndim < 2 or "bias" in name:
+                continue
+            is_channelwise = weight.shape[1] == 1               # a convolution [channels, 1, width]
+            if weight.ndim == 2 or is_channelwise:
+                count += weight.numel()
+            else:                                               # experts [experts, rows, columns]
+                count += weight[0].numel() * config.get_text_config().num_experts_per_tok
+    return count
 
 
 def _pairs(length: np.ndarray, window: float) -> np.ndarray:
@@ -125,5 +181,7 @@ def head_dims(config: PretrainedConfig) -> tuple[int, int]:
     fields = config.to_dict()
     if "kv_lora_rank" in fields:                                                    # latent attention
         return config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
-    width = fields.get("head_dim") or config.hidden_size // config.num_attention_heads
+    width = fields.get("head_dim")
+    if not width:
+        width = config.hidden_size // config.num_attention_heads
     return width, width

@@ -16,14 +16,14 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, PretrainedConfig,
 from transformers.integrations.liger import apply_liger_kernel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from common.forward.router_replay import routers_of
+from common.forward.vision import FAMILIES, auto_class
 from common.model.attention import choose_attention, separate_states
 from common.model.flops import sequence_cost
 from common.model.lora import LoRAConfig, Reference, add_adapters, new_adapters
 from common.model.packing_check import check_packing, explain_failure
 from common.model.policy import Critic, ModelConfig, Policy
-from common.model.router_replay import routers_of
 from common.model.sharding import kept_tensors, local, shard, shard_slice
-from common.model.vision import FAMILIES, auto_class
 from common.parallel.ranks import World, all_max, all_sum, print_on_main
 from common.source.folder import check_config
 from common.source.stored import Experts, open_folder, weights_of
@@ -82,13 +82,16 @@ def read_tokenizer(path: str, config: ModelConfig, flag: str = "--model") -> Any
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     except Exception as error:  # of a file that is damaged or missing the libraries raise many kinds, also this one
-        what = str(error).strip().partition("\n")[0]
+        what, *_ = str(error).strip().split("\n")
         if "trust_remote_code" in str(error):
-            raise ValueError(f"{flag} {path}: its tokenizer comes with code, which is not run unless you trust it: "
-                             f"--policy.trust-remote-code (trust_remote_code of transformers)") from None
-        raise ValueError(f"{flag} {path}: no tokenizer can be read ({type(error).__name__}: {what}): copy "
-                         f"tokenizer.json and tokenizer_config.json of the model that it was made from into the "
-                         f"folder") from error
+            raise ValueError(
+                f"{flag} {path}: its tokenizer comes with code, which is not run unless you trust it: "
+                f"--policy.trust-remote-code (trust_remote_code of transformers)"
+            ) from None
+        raise ValueError(
+            f"{flag} {path}: no tokenizer can be read ({type(error).__name__}: {what}): copy tokenizer.json "
+            f"and tokenizer_config.json of the model that it was made from into the folder"
+        ) from error
 
 
 def is_scored(hf_config: PretrainedConfig) -> bool:
@@ -99,10 +102,13 @@ def is_scored(hf_config: PretrainedConfig) -> bool:
 def check_vocabulary(hf_config: PretrainedConfig, ours: PretrainedConfig, flag: str) -> None:
     """Raise ValueError if a policy with the config `ours` can sample tokens that the model of `flag` does not have.
     Vocabularies are padded beyond the tokenizer, to different sizes, and all of it can be sampled."""
-    size, least = (config.get_text_config().vocab_size for config in (hf_config, ours))
+    size = hf_config.get_text_config().vocab_size
+    least = ours.get_text_config().vocab_size
     if size < least:
-        raise ValueError(f"{flag} has a vocabulary of {size} tokens, must have at least the {least} of --model, "
-                         f"padding included: choose another one, or pad its embedding")
+        raise ValueError(
+            f"{flag} has a vocabulary of {size} tokens, must have at least the {least} of --model, "
+            f"padding included: choose another one, or pad its embedding"
+        )
 
 
 def read_critic(path: str, config: ModelConfig, ours: PretrainedConfig) -> PretrainedConfig:
@@ -114,13 +120,15 @@ def read_critic(path: str, config: ModelConfig, ours: PretrainedConfig) -> Pretr
 
 def read_teacher(path: str, model: str, config: ModelConfig) -> PretrainedConfig:
     """The config of --teacher, or of another frozen model. Raises ValueError if its tokens are not those of `model`."""
-    hf_config, ours_config = read_config(path, config, "--teacher"), read_config(model, config)
+    hf_config = read_config(path, config, "--teacher")
+    ours_config = read_config(model, config)
     check_vocabulary(hf_config, ours_config, f"--teacher {path}")
     if auto_class(hf_config) is not auto_class(ours_config):
         raise ValueError(f"--teacher {path} must read images if --model does, and else not")
-    tokenizers = read_tokenizer(path, config, "--teacher"), read_tokenizer(model, config)
-    theirs, ours = (tokenizer.get_vocab().items() for tokenizer in tokenizers)
-    if differing := sorted(ours ^ theirs):
+    theirs = read_tokenizer(path, config, "--teacher").get_vocab()
+    ours = read_tokenizer(model, config).get_vocab()
+    differing = sorted(ours.items() ^ theirs.items())
+    if differing:
         token, number = differing[0]
         raise ValueError(f"--teacher {path} must have the tokens of --model: only one has {token!r} as {number}")
     return hf_config
@@ -144,7 +152,8 @@ def load_policy(path: str, config: ModelConfig, world: World, weights: Weights =
     """The causal LM of a Hugging Face folder, sharded."""
     hf_config = read_config(path, config)
     lm = _build(auto_class(hf_config), path, hf_config, config, world, weights)
-    if lm.get_output_embeddings() is None or lm.get_output_embeddings().bias is not None:
+    head = lm.get_output_embeddings()
+    if head is None or head.bias is not None:
         raise ValueError(f"{path}: the output head must be one matrix without bias; choose another --model")
     policy = Policy(lm)
     policy.folder = path
@@ -153,11 +162,15 @@ def load_policy(path: str, config: ModelConfig, world: World, weights: Weights =
     shard(policy, lm, config, world, weights.frozen)
     register_fsdp_forward_method(policy, "hidden_states")
     if weights.like is None:
-        _read_in_turns(path, lm, weights_of(lm, path, open_folder(path)) | new_adapters(lm), world)
+        tensors = weights_of(lm, path, open_folder(path)) | new_adapters(lm)
+        _read_in_turns(path, lm, tensors, world)
     else:
-        for own, theirs in zip(kept_tensors(lm).values(), kept_tensors(weights.like.lm).values(), strict=True):
+        own_tensors = kept_tensors(lm).values()
+        their_tensors = kept_tensors(weights.like.lm).values()
+        for own, theirs in zip(own_tensors, their_tensors, strict=True):
             own.detach().copy_(theirs.detach())
-    check_packing(partial(policy.score, temperature=1.0), path, hf_config, config.compute_dtype, world.device)
+    score = partial(policy.score, temperature=1.0)
+    check_packing(score, path, hf_config, config.compute_dtype, world.device)
     return policy
 
 
@@ -169,7 +182,9 @@ def load_frozen(path: str, args: Any, policy: Policy, world: World) -> Policy | 
         return load_policy(path, args.policy, world, Weights(frozen=True))
     if args.lora.rank:
         return Reference(policy)
-    return load_policy(path, args.policy, world, Weights(frozen=True, like=None if policy.version else policy))
+    is_changed = policy.version > 0
+    like = None if is_changed else policy
+    return load_policy(path, args.policy, world, Weights(frozen=True, like=like))
 
 
 def load_critic(path: str, config: ModelConfig, world: World, weights: Weights = ALL_TRAINED) -> Critic:
@@ -186,8 +201,10 @@ def load_critic(path: str, config: ModelConfig, world: World, weights: Weights =
         raise ValueError(f"{path} lacks the head score.weight: choose another model than a {hf_config.model_type}")
     first_head = stored.get("score.weight", torch.zeros(1, hf_config.hidden_size))
     if first_head.shape != critic.head.weight.shape:
-        raise ValueError(f"{path}: score.weight is {list(first_head.shape)}, must be "
-                         f"{list(critic.head.weight.shape)} by config.json")
+        raise ValueError(
+            f"{path}: score.weight is {list(first_head.shape)}, must be "
+            f"{list(critic.head.weight.shape)} by config.json"
+        )
     shard(critic, critic.backbone, config, world, weights.frozen)
     _read_in_turns(path, critic.backbone, tensors, world)
     head = critic.head.weight.detach().to_local()
@@ -201,16 +218,25 @@ def _build(auto_class: type, path: str, hf_config: PretrainedConfig, config: Mod
            weights: Weights) -> PreTrainedModel:
     """The model, without memory for its weights."""
     attention = choose_attention(world.device, hf_config, config)
+    if hf_config.model_type in FAMILIES:
+        attention = {"text_config": attention, "vision_config": "sdpa"}
     dtype = weights.dtype
     if weights.frozen or weights.lora.rank:
-        dtype = weights.frozen_dtype or getattr(torch, config.compute_dtype)
-    kinds = {"text_config": attention, "vision_config": "sdpa"} if hf_config.model_type in FAMILIES else attention
+        dtype = weights.frozen_dtype
+        if dtype is None:
+            dtype = getattr(torch, config.compute_dtype)
     with torch.device("meta"), explain_failure(path, hf_config):
-        model = auto_class.from_config(hf_config, dtype=dtype, attn_implementation=kinds,
-                                       trust_remote_code=config.trust_remote_code)
+        model = auto_class.from_config(
+            hf_config,
+            dtype=dtype,
+            attn_implementation=attention,
+            trust_remote_code=config.trust_remote_code,
+        )
     # routers' biases choose experts, in bfloat16 perhaps others: from_pretrained, too, keeps them in float32
     for module in model.modules():
-        module._buffers |= {name: x.float() for name, x in module._buffers.items() if name == "e_score_correction_bias"}
+        bias = module._buffers.get("e_score_correction_bias")
+        if bias is not None:
+            module._buffers["e_score_correction_bias"] = bias.float()
     if separate_states(model.get_decoder()) and (config.share_prompt or config.sequence_parallel > 1):
         raise ValueError(f"{path} has layers with a state: omit --policy.share-prompt and --policy.sequence-parallel")
     if config.freeze_vision:
@@ -228,20 +254,35 @@ def uses_liger(device: torch.device, hf_config: PretrainedConfig, config: ModelC
     """Whether the model is trained with Liger's fused norms, rotary embeddings and gated MLPs (arXiv 2410.10989). They
     keep less for the backward pass: for a norm only its input, for an MLP no activated gate. Log-probs still come from
     common/kernels, whose logits are float32 and whose entropy has a gradient."""
-    is_installed = importlib.util.find_spec("liger_kernel") is not None
-    return config.liger and is_installed and device.type == "cuda" and hf_config.model_type in LIGER_FAMILIES
+    if not config.liger or device.type != "cuda":
+        return False
+    if hf_config.model_type not in LIGER_FAMILIES:
+        return False
+    return importlib.util.find_spec("liger_kernel") is not None
 
 
 @torch.no_grad()
 def _read_in_turns(path: str, module: nn.Module, tensors: dict[str, Tensor | Experts], world: World) -> None:
     """Fill the shards of a module by name, on READERS ranks of a machine at a time. Prints seconds and bytes."""
-    own_turn, bytes_read = int(os.environ["LOCAL_RANK"]) // READERS, 0
-    for turn in range(int(all_max([own_turn])) + 1):
-        for name, target in kept_tensors(module).items() if turn == own_turn else ():
-            if local(target).numel():
-                part = tensors[name][shard_slice(target)]
-                bytes_read += part.nbytes
-                local(target).copy_(part)
+    own_turn = int(os.environ["LOCAL_RANK"]) // READERS
+    last_turn = int(all_max([own_turn]))
+    bytes_read = 0
+    for turn in range(last_turn + 1):
+        if turn == own_turn:
+            bytes_read = _fill(module, tensors)
         dist.barrier()
-    most_read, by_all = float(all_max([bytes_read])) / GIB, float(all_sum([bytes_read])) / GIB
+    most_read = float(all_max([bytes_read])) / GIB
+    by_all = float(all_sum([bytes_read])) / GIB
     print_on_main(world, f"read   {path}: {by_all:.3f} GiB, at most {most_read:.3f} a rank")
+
+
+def _fill(module: nn.Module, tensors: dict[str, Tensor | Experts]) -> int:
+    """Read this rank's shards; how many bytes."""
+    bytes_read = 0
+    for name, target in kept_tensors(module).items():
+        own_part = local(target)
+        if own_part.numel():
+            part = tensors[name][shard_slice(target)]
+            bytes_read += part.nbytes
+            own_part.copy_(part)
+    return bytes_read

@@ -49,8 +49,11 @@ class _Adapted(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         x, weight, a, b = ctx.saved_tensors
-        grad_x = grad @ merge(weight, a, b, ctx.scale) if ctx.needs_input_grad[0] else None
-        rows, inputs = grad.flatten(0, -2), x.flatten(0, -2)                            # [T, out], [T, in]
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grad @ merge(weight, a, b, ctx.scale)
+        rows = grad.flatten(0, -2)                                                      # [T, out]
+        inputs = x.flatten(0, -2)                                                       # [T, in]
         grad_a = ctx.scale * ((rows @ b).T @ inputs)                                    # [rank, in]
         grad_b = ctx.scale * (rows.T @ (inputs @ a.T))                                  # [out, rank]
         return grad_x, None, None, grad_a, grad_b, None
@@ -82,16 +85,20 @@ class LoRALinear(nn.Linear):
 
 def add_adapters(model: PreTrainedModel, config: LoRAConfig, dtype: torch.dtype = torch.float32) -> None:
     """Freeze a model on the meta device and give its linear layers adapters. Raises ValueError for a wrong target."""
-    blocks = [module for module in model.get_decoder().modules() if type(module).__name__ in model._no_split_modules]
-    linears = [(block, name, module) for block in blocks for name, module in block.named_modules()
-               if type(module) is nn.Linear]
+    linears = []                                                        # (block, name in it, layer)
+    for block in model.get_decoder().modules():
+        if type(block).__name__ in model._no_split_modules:
+            for name, module in block.named_modules():
+                if type(module) is nn.Linear:
+                    linears.append((block, name, module))
     possible = {name.rpartition(".")[2] for _, name, _ in linears} - ROUTERS
     for target in config.targets:
         if target not in possible:
-            raise ValueError(f"--lora.targets {target} must be a linear layer of attention or of an MLP, here "
-                             f"one of {' '.join(sorted(possible))}: an embedding and the output head are no matrix "
-                             f"product of a layer's input, and the experts of a mixture are one tensor, not a "
-                             f"linear layer each")
+            raise ValueError(
+                f"--lora.targets {target} must be a linear layer of attention or of an MLP, here one of "
+                f"{' '.join(sorted(possible))}: an embedding and the output head are no matrix product of a "
+                f"layer's input, and the experts of a mixture are one tensor, not a linear layer each"
+            )
     model.requires_grad_(False)
     for block, name, linear in linears:
         if name.rpartition(".")[2] in (config.targets or possible):
@@ -101,9 +108,16 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, dtype: torch.dtype 
 def new_adapters(model: nn.Module) -> dict[str, Tensor]:
     """Initial values of adapters: A as in `nn.Linear` and peft, B zero, so that W' is W. The seed is torch's own."""
     generator = torch.Generator().manual_seed(torch.initial_seed())
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters() if is_adapter(name)}
-    return {name: torch.zeros(shape) if name.endswith("lora_B") else
-            (2 * torch.rand(shape, generator=generator) - 1) * shape[1] ** -0.5 for name, shape in shapes.items()}
+    values = {}
+    for name, parameter in model.named_parameters():
+        if not is_adapter(name):
+            continue
+        if name.endswith("lora_B"):
+            values[name] = torch.zeros(parameter.shape)
+        else:
+            uniform = torch.rand(parameter.shape, generator=generator)                  # in [0, 1)
+            values[name] = (2 * uniform - 1) * parameter.shape[1] ** -0.5
+    return values
 
 
 class Reference:

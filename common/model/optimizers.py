@@ -67,14 +67,31 @@ class OptimConfig:
 
 def make_optimizer(model: PackedModel, config: OptimConfig) -> torch.optim.Optimizer:
     """AdamW over the shards; no weight decay on vectors (norms, biases). Muon's group is the one with a `momentum`."""
-    trained = {p: uses_muon(config.kind, name, p.shape) for name, p in model.named_parameters() if p.requires_grad}
-    others = by_mesh(p for p, is_matrix in trained.items() if not is_matrix)
-    groups = [{"params": [p for p in part if p.ndim >= 2], "weight_decay": config.weight_decay} for part in others]
-    groups += [{"params": [p for p in part if p.ndim < 2], "weight_decay": 0.0} for part in others]
-    if matrices := [p for p, is_matrix in trained.items() if is_matrix]:
-        groups += [{"params": matrices, "weight_decay": config.weight_decay, "momentum": 0.95}]
-    adamw = {"adamw": torch.optim.AdamW, "muon": Muon}.get(config.kind, BF16AdamW)
-    return adamw([group | {"kind": config.kind} for group in groups], lr=config.lr, betas=config.betas, fused=True)
+    matrices = []                                                       # that Muon updates
+    others = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            list_of_its_kind = matrices if uses_muon(config.kind, name, parameter.shape) else others
+            list_of_its_kind.append(parameter)
+    decayed = []                                                        # groups, one a mesh
+    not_decayed = []
+    for part in by_mesh(others):
+        decayed.append({
+            "params": [p for p in part if p.ndim >= 2],
+            "weight_decay": config.weight_decay,
+        })
+        not_decayed.append({
+            "params": [p for p in part if p.ndim < 2],
+            "weight_decay": 0.0,
+        })
+    groups = decayed + not_decayed
+    if matrices:
+        groups.append({"params": matrices, "weight_decay": config.weight_decay, "momentum": 0.95})
+    for group in groups:
+        group["kind"] = config.kind
+    optimizers = {"adamw": torch.optim.AdamW, "muon": Muon}
+    optimizer = optimizers.get(config.kind, BF16AdamW)
+    return optimizer(groups, lr=config.lr, betas=config.betas, fused=True)
 
 
 def uses_muon(kind: str, name: str, shape: torch.Size) -> bool:
@@ -87,8 +104,13 @@ def uses_muon(kind: str, name: str, shape: torch.Size) -> bool:
 def block_size(kind: str, shape: torch.Size, divided: list[int]) -> int:
     """How many numbers of a row share a scale, 16 to 256. 1: the moments are not stored as codes, for example where
     ranks divide rows. `divided`: the dimensions that ranks divide."""
+    if kind != "adamw-8bit":
+        return 1
+    divides_rows = len(shape) - 1 in divided
     block = math.gcd(shape[-1], 256)
-    return block if kind == "adamw-8bit" and block >= 16 and len(shape) - 1 not in divided else 1
+    if divides_rows or block < 16:
+        return 1
+    return block
 
 
 class Muon(torch.optim.AdamW):
@@ -101,20 +123,30 @@ class Muon(torch.optim.AdamW):
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
-            for weight in [p for p in group["params"] if "momentum" in group and p.grad is not None]:
-                momentum = self.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight))
-                momentum.lerp_(weight.grad, 1 - group["momentum"])
-                update = weight.grad.lerp_(momentum, group["momentum"]).bfloat16()              # Nesterov's
-                weight.grad = None
-                # ranks that divide a stack by its experts keep their own experts
-                placements = [part if part.is_shard(weight.ndim - 3) else Replicate() for part in weight.placements]
-                update = update.redistribute(placements=placements)
-                for matrix in update.to_local().view(-1, *weight.shape[-2:]):                   # torch's own numbers
-                    matrix.copy_(_zeropower_via_newtonschulz(matrix, (3.4445, -4.7750, 2.0315), 5, 1e-7))
-                lr = _adjust_lr(group["lr"], "match_rms_adamw", weight.shape[-2:])
-                weight.mul_(1 - group["lr"] * group["weight_decay"])
-                weight.add_(update.redistribute(placements=weight.placements), alpha=-lr)
+            if "momentum" not in group:
+                continue
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    self.step_matrix(weight, group)
         super().step()                                                  # of weights that still have a gradient
+
+    def step_matrix(self, weight: Tensor, group: dict[str, Any]) -> None:
+        """One step of a matrix or stack of experts. Its gradient is used up."""
+        momentum = self.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight))
+        momentum.lerp_(weight.grad, 1 - group["momentum"])
+        update = weight.grad.lerp_(momentum, group["momentum"]).bfloat16()                      # Nesterov's
+        weight.grad = None
+        placements = []
+        for part in weight.placements:
+            divides_experts = part.is_shard(weight.ndim - 3)
+            placements.append(part if divides_experts else Replicate())                  # own experts stay here
+        update = update.redistribute(placements=placements)
+        for matrix in update.to_local().view(-1, *weight.shape[-2:]):
+            orthogonal = _zeropower_via_newtonschulz(matrix, (3.4445, -4.7750, 2.0315), 5, 1e-7)  # of torch
+            matrix.copy_(orthogonal)
+        lr = _adjust_lr(group["lr"], "match_rms_adamw", weight.shape[-2:])
+        weight.mul_(1 - group["lr"] * group["weight_decay"])
+        weight.add_(update.redistribute(placements=weight.placements), alpha=-lr)
 
 
 class BF16AdamW(torch.optim.AdamW):
@@ -125,33 +157,55 @@ class BF16AdamW(torch.optim.AdamW):
     def step(self) -> None:
         weights = [(weight, group) for group in self.param_groups for weight in group["params"]]
         for number, (weight, group) in enumerate(weights):
-            if weight.grad is None:
-                continue
-            state, kind = self.state[weight], group["kind"] if weight.dtype == torch.bfloat16 else "adamw"
-            block = block_size(kind, weight.shape, [part.dim for part in weight.placements if part.is_shard()])
-            for name in ("exp_avg", "exp_avg_sq") if not state else ():
-                state[name] = torch.zeros_like(weight, dtype=torch.uint8 if block > 1 else None)
-                if block > 1:
-                    state[f"{name}_scale"] = torch.zeros_like(weight[..., ::block], dtype=torch.float32)
-            state["step"] = state.get("step", torch.tensor(0.0)) + 1
-            first = [part.start for part in shard_slice(weight)]
-            kept = {"weight": weight.detach(), "grad": weight.grad, **state}
-            step = int(kept.pop("step"))
-            random = torch.Generator(weight.device).manual_seed(seed_of("rounding", number, step, *first))
-            # in each row is a block, or its scale
-            rows = [x.to_local().view(-1, block * x.shape[-1] // weight.shape[-1]) for x in kept.values()]
-            for pieces in zip(*(x.split(PIECE[weight.device.type] // block) for x in rows)):
-                update(dict(zip(kept, pieces)), step, group, random)
+            if weight.grad is not None:
+                self.step_weight(number, weight, group)
+
+    def step_weight(self, number: int, weight: Tensor, group: dict[str, Any]) -> None:
+        """`number`: the weight's, from which its random numbers follow."""
+        kind = group["kind"]
+        if weight.dtype != torch.bfloat16:
+            kind = "adamw"
+        divided = [part.dim for part in weight.placements if part.is_shard()]
+        block = block_size(kind, weight.shape, divided)
+        state = self.state[weight]
+        if not state:
+            state.update(first_state(weight, block))
+        state["step"] = state.get("step", torch.tensor(0.0)) + 1
+        tensors = {"weight": weight.detach(), "grad": weight.grad, **state}
+        step = int(tensors.pop("step"))
+        starts = [part.start for part in shard_slice(weight)]
+        random = torch.Generator(weight.device).manual_seed(seed_of("rounding", number, step, *starts))
+        num_rows = PIECE[weight.device.type] // block
+        pieces = {}
+        for name, tensor in tensors.items():
+            width = block * tensor.shape[-1] // weight.shape[-1]        # a row is a block, or its scale
+            pieces[name] = tensor.to_local().view(-1, width).split(num_rows)
+        for of_tensors in zip(*pieces.values()):
+            update(dict(zip(pieces, of_tensors)), step, group, random)
+
+
+def first_state(weight: Tensor, block: int) -> dict[str, Tensor]:
+    """Moments of 0: in the weight's dtype, or as codes with a scale a block."""
+    state = {}
+    for name in ("exp_avg", "exp_avg_sq"):
+        if block == 1:
+            state[name] = torch.zeros_like(weight)
+        else:
+            state[name] = torch.zeros_like(weight, dtype=torch.uint8)
+            state[f"{name}_scale"] = torch.zeros_like(weight[..., ::block], dtype=torch.float32)
+    return state
 
 
 def update(pieces: dict[str, Tensor], step: int, group: dict[str, Any], random: torch.Generator) -> None:
     """One step of parts [N, block] of a weight, its gradient and state. Float32 weights (a critic's head) stay so."""
-    (beta1, beta2), lr = group["betas"], group["lr"]
-    weight, grad = pieces["weight"].float(), pieces["grad"].float()
+    beta1, beta2 = group["betas"]
+    lr = group["lr"]
+    grad = pieces["grad"].float()
     first = decode(pieces, "exp_avg").lerp(grad, 1 - beta1)
     second = (decode(pieces, "exp_avg_sq") * beta2).addcmul_(grad, grad, value=1 - beta2)
     size = (second / (1 - beta2**step)).sqrt_().add_(group["eps"])
-    weight = (weight * (1 - lr * group["weight_decay"])).addcdiv_(first, size, value=-lr / (1 - beta1**step))
+    weight = pieces["weight"].float() * (1 - lr * group["weight_decay"])
+    weight.addcdiv_(first, size, value=-lr / (1 - beta1**step))
     noise = torch.empty(grad.numel(), dtype=torch.int64, device=grad.device).random_(-(2**63), None, generator=random)
     found = {"weight": weight, "exp_avg": first, "exp_avg_sq": second}
     for (name, x), bits in zip(found.items(), noise.view(torch.int16).view(4, *grad.shape)):

@@ -10,11 +10,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
 from common.batch import Batch
+from common.forward.router_replay import Router
+from common.forward.sequence_parallel import Row, make_row
+from common.forward.vision import hidden_with_images
 from common.kernels import Head, linear_logp
 from common.model.lora import LoRALinear, is_adapter, merge
-from common.model.router_replay import Router
-from common.model.sequence_parallel import Row, make_row
-from common.model.vision import hidden_with_images
 from common.parallel.ranks import all_sum
 
 
@@ -66,10 +66,13 @@ class PackedModel(nn.Module):
         """The tokens of the micro-batch that run here, and the hidden states [N, H] that predict the sampled tokens."""
         row = make_row(batch, self.share_prompt, self.sequence_group)
         for layer, router in enumerate(self.routers):
-            router.replayed = None if batch.routing is None else row.batch.routing[row.run, layer]
+            router.replayed = None
+            if batch.routing is not None:
+                router.replayed = row.batch.routing[row.run, layer]
         if self.prompts is not None and batch.row is not None:
             return row, hidden_with_images(backbone, row, self.prompts)[row.before]
-        tokens, positions = row.batch.tokens[row.run], row.batch.position_ids[row.run]                  # [t], [t]
+        tokens = row.batch.tokens[row.run]                                                              # [t]
+        positions = row.batch.position_ids[row.run]                                                     # [t]
         out = backbone(input_ids=tokens[None], position_ids=positions[None], use_cache=False, **row.layout)
         return row, out.last_hidden_state[0, row.before]
 
@@ -124,19 +127,34 @@ class Policy(PackedModel):
         `also`: what else is computed where the whole head is at hand, from the hidden states [N, H] that predict these
         tokens and the head, to [N]. It is returned last, as [T]."""
         row, hidden = self.hidden_before(self.lm.base_model, batch)
-        head, targets = output_head(self.lm), row.batch.tokens[row.sampled]                     # [N]
+        head = output_head(self.lm)
+        targets = row.batch.tokens[row.sampled]                                                 # [N]
         with_sum_p2 = self.keeps_sum_p2 and not torch.is_grad_enabled()
-        logp, entropy, sum_p2 = linear_logp(hidden, head, targets, temperature, with_sum_p2)  # [N] each
-        self.sum_p2 = None if sum_p2 is None else row.per_token(sum_p2)                         # [T]
-        self.router_changed = self.routing = None
-        if self.routers and batch.routing is not None:
-            assert batch.routing.shape[1] == len(self.routers), "engine and trainer have other layers with experts"
-            changed = torch.stack([router.changed for router in self.routers]).float().mean(0)      # share of layers
-            self.router_changed = row.per_token(changed[row.before])                            # [T]
-        elif self.routers and not torch.is_grad_enabled():
-            self.routing = row.routing(torch.stack([router.own for router in self.routers], dim=1))
-        others = [logp, entropy] if also is None else [logp, entropy, also(hidden, head)]
-        return self.watched(batch, *map(row.per_token, others))                                 # [T] each
+        logp, entropy, sum_p2 = linear_logp(hidden, head, targets, temperature, with_sum_p2)    # [N] each
+        self.sum_p2 = None
+        if sum_p2 is not None:
+            self.sum_p2 = row.per_token(sum_p2)                                                 # [T]
+        self._read_routers(row, batch.routing)
+        outputs = [logp, entropy]
+        if also is not None:
+            outputs.append(also(hidden, head))
+        return self.watched(batch, *map(row.per_token, outputs))                                # [T] each
+
+    def _read_routers(self, row: Row, replayed: Tensor | None) -> None:
+        """After a pass: the experts that its routers chose for each token, or, where those of an earlier pass
+        were replayed, for what share of the layers they would have chosen others."""
+        self.router_changed = None
+        self.routing = None
+        if not self.routers:
+            return
+        if replayed is not None:
+            assert replayed.shape[1] == len(self.routers), "engine and trainer have other layers with experts"
+            changed = torch.stack([router.changed for router in self.routers])                  # [layers, t]
+            share = changed.float().mean(0)                                                     # [t]
+            self.router_changed = row.per_token(share[row.before])                              # [T]
+        elif not torch.is_grad_enabled():
+            own = torch.stack([router.own for router in self.routers], dim=1)                   # [t, layers, k]
+            self.routing = row.routing(own)                                                     # [T, layers, k]
 
     @torch.no_grad()
     def hidden_states(self, batch: Batch) -> Tensor:
@@ -168,21 +186,31 @@ class Policy(PackedModel):
 
         Only one of these tensors exists at a time beside the shards. All ranks must iterate to the end, in step.
         """
-        adapted = {f"{name}.weight": layer for name, layer in self.lm.named_modules() if isinstance(layer, LoRALinear)}
+        adapted = {}                            # name of a weight -> its layer
+        for name, layer in self.lm.named_modules():
+            if isinstance(layer, LoRALinear):
+                adapted[f"{name}.weight"] = layer
         for name, parameter in self.lm.named_parameters():
+            as_sent = dtype or parameter.dtype
             if name in adapted:
                 layer = adapted[name]           # A and B are rounded first, as FSDP2 does for the forward pass
-                weight, a, b = (p.to(parameter.dtype).full_tensor() for p in (parameter, layer.lora_A, layer.lora_B))
-                yield name, merge(weight, a, b, layer.scale).to(dtype or parameter.dtype)
+                weight = parameter.full_tensor()
+                a = layer.lora_A.to(parameter.dtype).full_tensor()
+                b = layer.lora_B.to(parameter.dtype).full_tensor()
+                yield name, merge(weight, a, b, layer.scale).to(as_sent)
             elif not is_adapter(name):
-                yield name, parameter.to(dtype or parameter.dtype).full_tensor()
+                yield name, parameter.to(as_sent).full_tensor()
         yield from saved_buffers(self.lm).items()
 
     def described(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """The tensors of `full_tensors`, without memory."""
-        weights = ((name, p) for name, p in self.lm.named_parameters() if not is_adapter(name))
-        described = {name: torch.empty(p.shape, dtype=dtype, device="meta") for name, p in weights}
-        return described | {name: buffer.to("meta") for name, buffer in saved_buffers(self.lm).items()}
+        described = {}
+        for name, parameter in self.lm.named_parameters():
+            if not is_adapter(name):
+                described[name] = torch.empty(parameter.shape, dtype=dtype, device="meta")
+        for name, buffer in saved_buffers(self.lm).items():
+            described[name] = buffer.to("meta")
+        return described
 
 
 class Critic(PackedModel):
@@ -216,7 +244,13 @@ def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
 def output_head(lm: nn.Module) -> Head:
     """The head, and what a family does to its logits after the product (Gemma: soft-cap; Cohere, Granite: scale)."""
     config = lm.config  # attributes, because MiniCPM3's logits_scaling is a property
-    # Granite and MiniCPM3 divide by it, HyperCLOVA X multiplies; then Cohere's and Falcon-H1's factors
-    scale = getattr(config, "logits_scaling", 1.0) ** (1 if config.model_type == "hyperclovax" else -1)
-    scale *= (getattr(config, "logit_scale", None) or 1.0) * (getattr(config, "lm_head_multiplier", None) or 1.0)
-    return Head(lm.get_output_embeddings().weight, getattr(config, "final_logit_softcapping", None), scale)
+    scaling = getattr(config, "logits_scaling", 1.0)
+    if config.model_type == "hyperclovax":
+        scale = scaling
+    else:                                       # Granite and MiniCPM3 divide by it
+        scale = scaling**-1
+    for factor in (getattr(config, "logit_scale", None), getattr(config, "lm_head_multiplier", None)):
+        if factor:                              # of Cohere, of Falcon-H1
+            scale *= factor
+    softcap = getattr(config, "final_logit_softcapping", None)
+    return Head(lm.get_output_embeddings().weight, softcap, scale)

@@ -47,7 +47,8 @@ class RewardModel:
     """Scores conversations in the model's own chat template and tokens."""
 
     def __init__(self, config: RewardModelConfig, model_config: ModelConfig, world: World):
-        self.weight, self.world = config.weight, world
+        self.weight = config.weight
+        self.world = world
         self.tokenizer = read_tokenizer(config.path, model_config, "--reward-model.path")
         self.model = load_critic(config.path, model_config, world, Weights(frozen=True))
         self.longest = context_length(self.model.backbone.config)
@@ -66,8 +67,11 @@ class RewardModel:
         # end of the conversation.
         batch = Batch.build(rows, [[0]] * len(rows))
         lengths = batch.lengths.numpy()
-        groups = list(chain(*plan_step(Sequences(lengths, lengths), 1, 1, MAX_TOKENS, seed=0).minibatches[0]))
-        groups += [np.array([len(conversations)])] * (int(all_max([len(groups)])[0]) - len(groups))
+        (minibatch,) = plan_step(Sequences(lengths, lengths), 1, 1, MAX_TOKENS, seed=0).minibatches
+        groups = list(chain(*minibatch))                                    # rows that run together
+        most_groups = int(all_max([len(groups)])[0])
+        of_dummy = np.array([len(conversations)])
+        groups += [of_dummy] * (most_groups - len(groups))
         scores = np.zeros(len(rows))
         for group in groups:
             part = batch.select(group).to(self.world.device)

@@ -18,7 +18,8 @@ class Scorer(Policy):
 
     def __init__(self, critic: Critic):
         super().__init__(critic.backbone)
-        self.critic, self.folder = critic, critic.folder
+        self.critic = critic
+        self.folder = critic.folder
         self.router_changed = None
 
     def forward(self, batch: Batch) -> Tensor:
@@ -35,17 +36,22 @@ class Scorer(Policy):
         yield "score.weight", self.critic.head.weight.detach().full_tensor()
 
     def described(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        weights = {f"{self.lm.base_model_prefix}.{name}": x for name, x in super().described(dtype).items()}
-        return weights | {"score.weight": torch.empty(self.critic.head.weight.shape, device="meta")}
+        described = {}
+        for name, tensor in super().described(dtype).items():
+            described[f"{self.lm.base_model_prefix}.{name}"] = tensor
+        described["score.weight"] = torch.empty(self.critic.head.weight.shape, device="meta")
+        return described
 
 
 def load_scorer(path: str, *arguments: Any, **options: Any) -> Scorer:
     """The causal LM of a folder with a random head of standard deviation (H + 1)^-1/2 (Stiennon et al. 2020), drawn
     from torch's seed."""
     critic = load_critic(path, *arguments, **options)
-    config, head = critic.backbone.config, critic.head.weight
+    head = critic.head.weight
     generator = torch.Generator().manual_seed(torch.initial_seed())
     first = torch.randn(head.shape, generator=generator) * (head.shape[1] + 1) ** -0.5
     head.detach().to_local().copy_(first[shard_slice(head)])
-    config.architectures, config.num_labels = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[config.model_type]], 1
+    config = critic.backbone.config
+    config.architectures = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[config.model_type]]
+    config.num_labels = 1
     return Scorer(critic)

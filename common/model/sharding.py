@@ -25,21 +25,29 @@ PART = 2**26
 def shard_dim(shape: torch.Size, num_shards: int, first: int = 0) -> int:
     """The dimension along which a weight is divided: the first. The experts of a mixture are one tensor of three
     dimensions; if their number is not a multiple of the shards, another dimension that is a multiple is divided."""
-    dims = range(first, 3) if len(shape) == 3 else ()
-    return next((dim for dim in dims if shape[dim] % num_shards == 0), first)
+    if len(shape) == 3:
+        for dim in range(first, 3):
+            if shape[dim] % num_shards == 0:
+                return dim
+    return first
 
 
 def shard_slice(weight: Tensor) -> tuple[slice, ...]:
     """The part of a weight that this rank holds."""
-    size, start = weight.shape, (0,) * weight.dim()
+    lengths = weight.shape
+    starts = [0] * weight.dim()
     if isinstance(weight, DTensor):
-        size, start = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
-    return tuple(slice(first, first + length) for first, length in zip(start, size))
+        lengths, starts = compute_local_shape_and_global_offset(
+            weight.shape, weight.device_mesh, weight.placements
+        )
+    return tuple(slice(start, start + length) for start, length in zip(starts, lengths))
 
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a weight: `shard_slice` of it."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor
 
 
 def num_changes(model: nn.Module) -> int:
@@ -52,9 +60,13 @@ def stores(number: int, tensor: Tensor) -> bool:
     """Whether this rank stores its part of the tensor with this number in a checkpoint. Of ranks that hold the same one
     (--policy.replicas) one does, and the next tensor another one, so that they share the work. What is no DTensor is
     small: each rank stores it, and has it in its own file."""
-    mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
-    return mesh is None or all(number % mesh.size(dim) == mesh.get_local_rank(dim)
-                               for dim, placement in enumerate(tensor.placements) if placement.is_replicate())
+    if not isinstance(tensor, DTensor):
+        return True
+    mesh = tensor.device_mesh
+    for dim, placement in enumerate(tensor.placements):
+        if placement.is_replicate() and number % mesh.size(dim) != mesh.get_local_rank(dim):
+            return False
+    return True
 
 
 def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
@@ -69,11 +81,15 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
     """Scale all gradients down to this norm, over all ranks (0: no scaling). Returns the norm before."""
     parts = by_mesh(p for p in parameters if p.grad is not None)
     wide = torch.promote_types(parts[0][0].grad.dtype, torch.float32)           # of bfloat16 gradients, float32
-    each = [torch._foreach_norm([p.grad for p in part], 2, wide) for part in parts]
-    norms = [torch.linalg.vector_norm(torch.stack(found)).full_tensor() for found in each]
+    norms = []
+    for part in parts:
+        gradients = [p.grad for p in part]
+        each = torch._foreach_norm(gradients, 2, wide)
+        norms.append(torch.linalg.vector_norm(torch.stack(each)).full_tensor())
     norm = reduce(torch.hypot, norms)
-    for part in parts if max_norm > 0 else ():
-        nn.utils.clip_grads_with_norm_(part, max_norm, norm)
+    if max_norm > 0:
+        for part in parts:
+            nn.utils.clip_grads_with_norm_(part, max_norm, norm)
     return norm
 
 
@@ -82,7 +98,8 @@ def shard_experts(transformer: PreTrainedModel, world: World, precision: MixedPr
     functions. Ranks with the same experts shard them along another dimension."""
     from transformers.distributed.tensor_parallel import apply_expert_parallelism  # since transformers 5.19
 
-    shards, experts = world.experts["shard"], world.experts["expert"]
+    shards = world.experts["shard"]
+    experts = world.experts["expert"]
 
     def average(grad: Tensor) -> None:
         """An expert's gradient is of the tokens of all ranks, and FSDP2 divides by those of `shards` alone."""
@@ -91,10 +108,14 @@ def shard_experts(transformer: PreTrainedModel, world: World, precision: MixedPr
             grad.record_stream(torch.cuda.current_stream())
 
     apply_expert_parallelism(transformer, experts, None, transformer.ep_plan)  # ValueError where experts do not divide
+    without_cast = replace(precision, cast_forward_inputs=False)
+
+    def placement(weight: nn.Parameter) -> Shard:
+        return Shard(shard_dim(weight.shape, shards.size(), first=1))
+
     for module in transformer.modules():
         if any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
-            fully_shard(module, mesh=shards, mp_policy=replace(precision, cast_forward_inputs=False),
-                        shard_placement_fn=lambda weight: Shard(shard_dim(weight.shape, shards.size(), first=1)))
+            fully_shard(module, mesh=shards, mp_policy=without_cast, shard_placement_fn=placement)
             module.set_all_reduce_hook(average)
 
 
@@ -110,8 +131,10 @@ class ReduceInParts:
         return torch.empty(size, dtype=next(self.dtypes), device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp):
-        parts = input_tensor.view(group.size(), -1).split(PART // group.size(), dim=1)
-        for sums, part in zip(output_tensor.split(PART // group.size()), parts):
+        length = PART // group.size()
+        outputs = output_tensor.split(length)
+        inputs = input_tensor.view(group.size(), -1).split(length, dim=1)
+        for sums, part in zip(outputs, inputs):
             reduce_scatter_single(sums, part.to(sums.dtype).flatten(), op, group)
 
 
@@ -121,27 +144,43 @@ def shard(model: PackedModel, transformer: PreTrainedModel, config: ModelConfig,
 
     A critic's head computes in float32. Nothing is random: with dropout the ratio would differ from 1 on policy."""
     model.eval()
-    model.share_prompt, model.sequence_group = config.share_prompt, world.sequence
-    is_large = transformer.num_parameters() > 1e9
-    recomputes = is_large if config.gradient_checkpointing is None else config.gradient_checkpointing
+    model.share_prompt = config.share_prompt
+    model.sequence_group = world.sequence
+    recomputes = config.gradient_checkpointing
+    if recomputes is None:
+        recomputes = transformer.num_parameters() > 1e9
     if frozen:
         model.requires_grad_(False)
-    precision = MixedPrecisionPolicy(param_dtype=getattr(torch, config.compute_dtype), reduce_dtype=torch.float32)
-    if world.experts is not None and "ep_dispatch_experts" in getattr(transformer, "ep_plan", {}).values():
-        shard_experts(transformer, world, precision)
-    elif world.experts is not None and not frozen:              # a teacher or reward model may have no experts
-        raise ValueError(f"--policy.expert-parallel {config.expert_parallel}: transformers cannot divide the experts "
-                         f"of a {transformer.config.model_type}, if it has any, or is below 5.19: set it to 1")
+    compute_dtype = getattr(torch, config.compute_dtype)
+    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    if world.experts is not None:
+        can_divide = "ep_dispatch_experts" in getattr(transformer, "ep_plan", {}).values()
+        if can_divide:
+            shard_experts(transformer, world, precision)
+        elif not frozen:                                        # a teacher or reward model may have no experts
+            raise ValueError(
+                f"--policy.expert-parallel {config.expert_parallel}: transformers cannot divide the experts "
+                f"of a {transformer.config.model_type}, if it has any, or is below 5.19: set it to 1"
+            )
     num_shards = world.mesh.size(-1)
+    of_parts = {
+        "mesh": world.mesh,
+        "mp_policy": precision,
+        "reshard_after_forward": num_shards > 1,
+    }
+
+    def placement(weight: nn.Parameter) -> Shard:
+        return Shard(shard_dim(weight.shape, num_shards))
+
     for module in transformer.modules():
         if type(module).__name__ in transformer._no_split_modules:
             if recomputes:
                 checkpoint(module, preserve_rng_state=False)
-            fully_shard(module, mesh=world.mesh, mp_policy=precision, reshard_after_forward=num_shards > 1,
-                        shard_placement_fn=lambda weight: Shard(shard_dim(weight.shape, num_shards)))
-    embedding, head = transformer.get_input_embeddings(), transformer.get_output_embeddings()
+            fully_shard(module, **of_parts, shard_placement_fn=placement)
+    embedding = transformer.get_input_embeddings()
+    head = transformer.get_output_embeddings()
     if head is None or head.weight is not embedding.weight:     # else one group would hold both, whole and in float32
-        fully_shard(embedding, mesh=world.mesh, mp_policy=precision, reshard_after_forward=num_shards > 1)
+        fully_shard(embedding, **of_parts)
     if isinstance(model, Critic):
         fully_shard(model.head, mesh=world.mesh)
     fully_shard(model, mesh=world.mesh, mp_policy=precision)

@@ -18,20 +18,15 @@ from common.episodes.metrics import measure_episodes
 from common.metrics import Meter
 from common.model.reward_model import RewardModel, RewardModelConfig
 from common.parallel.ranks import all_max, all_names, all_sum, seed_of
-<<<<<<< HEAD
 from common.rollout import Rollout, Sample
-from common.rollouts.episodes import Episodes, measure_episodes
-from common.rollouts.gather import gather_rollout
-=======
-from common.rollout import Rollout, Sample, gather_rollout
 from common.rollouts.episodes import Episodes
->>>>>>> h/den1
+from common.rollouts.gather import gather_rollout
 from common.rollouts.trial import try_function
 from envs.runtime.response import Response
 from envs.stored import pack, unpack
 from rewards import lookup
 from rewards.runtime.pool import RewardConfig, RewardPool, Scores, check_error_frac
-from rewards.runtime.worker import MAX_NAMES, MAX_SCORE
+from rewards.runtime.replies import MAX_NAMES, MAX_SCORE
 
 
 class Scoring:

@@ -14,7 +14,7 @@ from common.batch import Batch, offsets
 from common.parallel.ranks import all_gather_objects
 from common.rollout import Rollout, Sample
 from envs.runtime.conversation import EpisodeConfig
-from rewards.runtime.worker import MAX_SCORE
+from rewards.runtime.replies import MAX_SCORE
 
 Place = tuple[int, int]
 """Where a unit begins: the number of its sequence in the episode, and the position of its first token in it."""

@@ -66,7 +66,8 @@ class Chat:
         """Another conversation of this episode, such as one with a sub-agent. It begins with the messages of its first
         `reply`, is trained like this one, and its replies may be waited for together with others. `role`: a name."""
         other = Chat([], self.tokens_left, self.timeout_s, self._ask, self.restart_clock)
-        other.role, other.all = role, self.all
+        other.role = role
+        other.all = self.all
         self.all.append(other)
         return other
 
@@ -116,9 +117,11 @@ class Chat:
                 raise RuntimeError(f"chat.reply() has returned None {MAX_REFUSED} times ({self.finish_reason}): then "
                                    f"the episode must end")
             return None
-        self._calls_left, self._characters_left = MAX_CALLS, MAX_RESULTS
+        self._calls_left = MAX_CALLS
+        self._characters_left = MAX_RESULTS
         self.turns += 1
-        self.content, self.usage = answer.get("content", answer["text"]), tuple(answer.get("usage", (0, 0)))
+        self.content = answer.get("content", answer["text"])
+        self.usage = tuple(answer.get("usage", (0, 0)))
         self.messages += [*messages, {"role": "assistant", "content": answer["text"]}]
         return answer["text"]
 
@@ -150,6 +153,7 @@ class Chat:
         tools = {name_of(tool): tool for tool in self.tools}
         if name not in tools:
             raise ValueError(f"there is no tool {name!r}; there are {', '.join(tools) or 'none'}")
-        tool, arguments = tools[name], json.loads(call["arguments"])
+        tool = tools[name]
+        arguments = json.loads(call["arguments"])
         inspect.signature(tool).bind(**arguments)
         return await call_tool(tool, name, arguments, self.timeout_s, self.restart_clock)

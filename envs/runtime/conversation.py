@@ -90,20 +90,28 @@ class ChatTemplate:
     def encode(self, text: str, files: Sequence[bytes] = ()) -> list[int]:
         """The tokens of a rendered text, and of `files`, the pictures in it, which are shown at their places. What is
         guarded is text: a web page cannot end a turn."""
-        left = iter(files)
         first, *others = map(self.special.encode, text.split(self.place))
-        return first + [token for piece in others for token in (*self.show(next(left)), *piece)]
+        left = iter(files)
+        tokens = list(first)
+        for piece in others:
+            tokens += self.show(next(left))
+            tokens += piece
+        return tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
         return text_of(self.tokenizer, tokens, self.stops)
 
     def shortened(self, text: str, limit: int) -> str:
         """A tool's text; if it has more than `limit` tokens, without its middle, and it says so. 0: no limit."""
-        tokens = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"] if limit else []
-        if len(tokens) <= limit:
+        if not limit:
             return text
-        first, last = self.decode(tokens[: limit // 2]), self.decode(tokens[len(tokens) - (limit - limit // 2) :])
-        return f"{first}\n[{len(tokens) - limit} tokens were cut here]\n{last}"
+        tokens = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        num_cut = len(tokens) - limit
+        if num_cut <= 0:
+            return text
+        end = limit // 2
+        start = end + num_cut
+        return f"{self.decode(tokens[:end])}\n[{num_cut} tokens were cut here]\n{self.decode(tokens[start:])}"
 
     def after_reply(self, messages: Sequence[Message], new: Sequence[Message], tools: list[dict] | None) -> str:
         """The text between the reply that ends `messages` and the next reply. Raises ValueError for a chat template
@@ -114,8 +122,9 @@ class ChatTemplate:
         if len(pieces) != 2:
             raise ValueError(f"the chat template writes the last reply {len(pieces) - 1} times, must be once: "
                              f"--data.chat-template-file FILE names another")
-        check_shown(new, pieces[1])
-        return pieces[1]
+        after = pieces[1]
+        check_shown(new, after)
+        return after
 
 
 def check_shown(messages: Sequence[Message], text: str) -> None:
@@ -123,12 +132,15 @@ def check_shown(messages: Sequence[Message], text: str) -> None:
     content as it is, or as JSON."""
     text = text.replace(GUARD, "")
     for message in messages:
+        if message["role"] == "assistant":  # a template may shorten what it has said earlier
+            continue
         content = message["content"].strip()
         forms = (content, json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1])
-        # a template may shorten what the assistant has said earlier
-        if message["role"] != "assistant" and not any(form in text for form in forms):
-            raise ValueError(f"the chat template does not show the model the content of this message, role "
-                             f"{message['role']}: {content[:80]!r}. --data.chat-template-file FILE names another")
+        if not any(form in text for form in forms):
+            raise ValueError(
+                f"the chat template does not show the model the content of this message, role "
+                f"{message['role']}: {content[:80]!r}. --data.chat-template-file FILE names another"
+            )
 
 
 @dataclass
@@ -161,18 +173,23 @@ class Conversation:
         """The tokens before the first reply. Without new messages and tools they are the prompt's tokens in the data.
         `files`: the pictures of the new messages."""
         self.tools = tools
-        self.next_rendered = self.template.render([*self.messages, *new], tools)
-        if tools and self.next_rendered == self.template.render([*self.messages, *new], None):
+        messages = [*self.messages, *new]
+        self.next_rendered = self.template.render(messages, tools)
+        if tools and self.next_rendered == self.template.render(messages, None):
             raise FlagError("chat.tools: the chat template does not show the model its tools: "
                             "--data.chat-template-file FILE names another")
         check_shown(new, self.next_rendered)
-        return self.template.encode(self.next_rendered, [*self.images, *files]) if new or tools else self.prompt
+        if not new and not tools:
+            return self.prompt
+        return self.template.encode(self.next_rendered, [*self.images, *files])
 
     def between(self, new: Sequence[Message], files: Sequence[bytes] = ()) -> list[int] | None:
         """Tokens between the last reply and the next reply, without the end token that the model sampled. None: the
         chat template now renders text that the model has seen differently, and the conversation must be split."""
         text = self.messages[-1]["content"].removeprefix(self.opened)
-        end = self.template.tokenizer.decode(self.tokens[-1:]) if self.tokens[-1] in self.template.stops else ""
+        end = ""
+        if self.tokens[-1] in self.template.stops:
+            end = self.template.tokenizer.decode(self.tokens[-1:])
         try:
             between = self.template.after_reply(self.messages, new, self.tools)
         except ValueError:
@@ -185,33 +202,55 @@ class Conversation:
             check_shown(new, between)
             between = end + between
         self.next_rendered = self.template.render([*self.messages, *new], self.tools)
-        reply = self.next_rendered.removeprefix(self.rendered).removesuffix(between)
-        # a template may take away white space around a reply
-        is_rewritten = self.rendered + reply + between != self.next_rendered or (
-            reply.replace(GUARD, "").strip() != text.strip())
-        if is_rewritten and self.on_rewriting == "error":
-            raise FlagError(
-                f"the chat template writes an earlier turn differently now ({len(self.messages)} messages): "
-                f"--rollout.rewritten-history split trains several sequences, append keeps the tokens as they are"
-            )
-        if is_rewritten and self.on_rewriting == "split":
-            self.messages = [form or message for form, message in zip(self.forms, self.messages, strict=True)]
-            if lost := self.template.special.pattern.search(str(self.forms)):
-                raise ValueError(f"the chat template rewrites the history, and a reply has {lost[0]}, which no text "
-                                 f"gives back: --rollout.rewritten-history append keeps the tokens as they are")
-            self.next_rendered = self.template.render([*self.messages, *new], self.tools)
-            return None
+        if self.is_rewritten(text, between):
+            if self.on_rewriting == "error":
+                raise FlagError(
+                    f"the chat template writes an earlier turn differently now ({len(self.messages)} "
+                    f"messages): --rollout.rewritten-history split trains several sequences, append keeps "
+                    f"the tokens as they are"
+                )
+            if self.on_rewriting == "split":
+                self.rewrite()
+                self.next_rendered = self.template.render([*self.messages, *new], self.tools)
+                return None
         return self.template.encode(between.removeprefix(end), files)
+
+    def is_rewritten(self, text: str, between: str) -> bool:
+        """Whether `next_rendered` is no longer what the model saw, then its reply, `text`, then `between`."""
+        reply = self.next_rendered.removeprefix(self.rendered).removesuffix(between)
+        if self.rendered + reply + between != self.next_rendered:
+            return True
+        # a template may take away white space around a reply
+        return reply.replace(GUARD, "").strip() != text.strip()
+
+    def rewrite(self) -> None:
+        """Replace each reply by its form, from which the template writes it anew."""
+        messages = []
+        for form, message in zip(self.forms, self.messages, strict=True):
+            messages.append(form or message)
+        self.messages = messages
+        lost = self.template.special.pattern.search(str(self.forms))
+        if lost:
+            raise ValueError(
+                f"the chat template rewrites the history, and a reply has {lost[0]}, which no text gives back: "
+                f"--rollout.rewritten-history append keeps the tokens as they are"
+            )
 
     def keep_form(self, written: str, said: str, calls: Sequence[dict[str, Any]]) -> None:
         """Keep the last reply also in the fields that templates read when they write a history again: what it says, its
         reasoning, its calls of tools. `written`: all of it, with special tokens."""
         form: Message = {"role": "assistant", "content": said.strip()}
-        if reasoning := written.rpartition("</think>")[0].rpartition("<think>")[2].strip():
+        before, _, _ = written.rpartition("</think>")
+        reasoning = before.rpartition("<think>")[2].strip()
+        if reasoning:
             form["reasoning_content"] = reasoning
         with contextlib.suppress(ValueError, RecursionError):  # arguments that are no JSON stay in the text alone
-            called = [call | {"arguments": json.loads(call["arguments"])} for call in calls]
-            form |= {"tool_calls": [{"type": "function", "function": call} for call in called]} if called else {}
+            tool_calls = []
+            for call in calls:
+                function = call | {"arguments": json.loads(call["arguments"])}
+                tool_calls.append({"type": "function", "function": function})
+            if tool_calls:
+                form["tool_calls"] = tool_calls
         self.forms[-1] = form
 
     @property
@@ -226,11 +265,15 @@ class Conversation:
         self.rendered = self.next_rendered
         if between is None:
             before = Conversation(self.template, "", self.prompt, [], None, self.tokens, self.logp, self.mask)
-            before.routing, self.routing = self.routing, None
-            before.images, self.images = self.images, [*self.images, *files]
+            before.routing = self.routing
+            before.images = self.images
             self.left_behind.append(before)
+            self.images = [*self.images, *files]
             self.prompt = self.template.encode(self.rendered, self.images)
-            self.tokens, self.logp, self.mask = [], [], []
+            self.tokens = []
+            self.logp = []
+            self.mask = []
+            self.routing = None
             return
         self.images = [*self.images, *files]
         self.tokens += between
@@ -240,9 +283,11 @@ class Conversation:
     def add_reply(self, tokens: Sequence[int], logp: Sequence[float], routing: Any = None,
                   is_trained: bool = True) -> str:
         """Add the tokens that the model sampled. Returns their text, without end tokens."""
+        if not is_trained:
+            logp = [0.0] * len(tokens)
         self.routing = routing
         self.tokens += tokens
-        self.logp += logp if is_trained else [0.0] * len(tokens)
+        self.logp += logp
         self.mask += [is_trained] * len(tokens)
         self.num_replies += 1
         text = self.template.decode(tokens)

@@ -32,43 +32,59 @@ class Lengths:
         if not tokenizer.is_fast:
             return
         state = json.loads(tokenizer.backend_tokenizer.to_str())
-        model, steps = state["model"], [*steps_of(state["normalizer"]), *steps_of(state["pre_tokenizer"])]
-        kinds = {step["type"] for step in steps}
-        if model["type"] != "BPE" or not all(map(keeps_text, steps)):
+        steps = steps_of(state["normalizer"]) + steps_of(state["pre_tokenizer"])
+        if state["model"]["type"] != "BPE":
             return
-        dropped = ""
+        if not all(map(keeps_text, steps)):
+            return
+        kinds = {step["type"] for step in steps}
+        vocabulary = state["model"]["vocab"]
         if "ByteLevel" in kinds:
             # a vocabulary may lack bytes: then characters of one byte are dropped, and of others a part
-            dropped = "".join(chr(n) for n in range(128) if letters_of(chr(n)) not in model["vocab"])
-            needed = {*letters_of("".join(map(chr, range(0x80, 0xC0))))}
+            dropped = [chr(n) for n in range(128) if letters_of(chr(n)) not in vocabulary]
+            needed = set(letters_of("".join(map(chr, range(0x80, 0xC0)))))
         else:
+            dropped = []
             needed = {f"<0x{n:02X}>" for n in range(256)}
-        if needed <= model["vocab"].keys():
-            composed = 4 if kinds & {"NFC", "NFKC"} else 1  # Unicode's composition joins 4 characters at most
-            self.longest = max(map(len, tokenizer.get_vocab())) * composed
-        # white space beside a special token may be a part of it
-        has_space = any(token.lstrip or token.rstrip for token in tokenizer.added_tokens_decoder.values())
-        inside = re.escape(dropped) + (r"\s" if has_space else "")
+        if needed <= vocabulary.keys():
+            self.longest = max(map(len, tokenizer.get_vocab()))
+            if kinds & {"NFC", "NFKC"}:
+                self.longest *= 4  # Unicode's composition joins 4 characters at most
+        inside = re.escape("".join(dropped))  # square brackets of a regular expression
+        if any(token.lstrip or token.rstrip for token in tokenizer.added_tokens_decoder.values()):
+            inside += r"\s"  # white space beside a special token may be a part of it
         if inside:
-            self.uncounted, self.counted = re.compile(f"[{inside}]"), re.compile(f"[^{inside}]")
+            self.uncounted = re.compile(f"[{inside}]")
+            self.counted = re.compile(f"[^{inside}]")
 
     def least_tokens(self, text: str) -> int:
         """A number of tokens that the text has at the least."""
         if math.isinf(self.longest):
             return 0
-        return math.ceil(len(self.uncounted.sub("", text.replace(GUARD, ""))) / self.longest)
+        counted = self.uncounted.sub("", text.replace(GUARD, ""))
+        return math.ceil(len(counted) / self.longest)
 
     def part(self, text: str, limit: int, at_end: bool = False) -> str:
         """The text, or its beginning or end with more than `limit` tokens."""
         if self.least_tokens(text) <= limit:
             return text
-        # a special token of two letters is ten times as long with its guard
-        most = int((limit + 1) * self.longest * (10 if GUARD in text else 1))
-        counted = self.counted.finditer(text[::-1] if at_end else text)
-        place = next(itertools.islice(counted, most, None), None)
-        if place is None:
-            return text
-        return text[-place.start() :] if at_end else text[: place.start()]
+        longest = self.longest
+        if GUARD in text:
+            longest *= 10  # a special token of two letters is ten times as long with its guard
+        num_characters = int((limit + 1) * longest)
+        if at_end:
+            backwards = text[::-1]
+            length = self.length_with(num_characters, backwards)
+            return backwards[:length][::-1]
+        return text[: self.length_with(num_characters, text)]
+
+    def length_with(self, num_characters: int, text: str) -> int:
+        """The length of the longest beginning of a text that has no more than so many counted characters."""
+        counted = self.counted.finditer(text)
+        following = next(itertools.islice(counted, num_characters, None), None)
+        if following is None:
+            return len(text)
+        return following.start()
 
 
 def letters_of(text: str) -> str:
@@ -78,9 +94,12 @@ def letters_of(text: str) -> str:
 
 def steps_of(part: dict[str, Any] | None) -> list[dict[str, Any]]:
     """The steps of a tokenizer's normalizer or pre-tokenizer, as its file has them."""
-    if part is None or part["type"] != "Sequence":
-        return [] if part is None else [part]
-    return [*itertools.chain(*map(steps_of, part.get("normalizers") or part.get("pretokenizers") or []))]
+    if part is None:
+        return []
+    if part["type"] != "Sequence":
+        return [part]
+    parts = part.get("normalizers", part.get("pretokenizers", []))
+    return list(itertools.chain.from_iterable(map(steps_of, parts)))
 
 
 def keeps_text(step: dict[str, Any]) -> bool:

@@ -21,7 +21,7 @@ import psutil
 
 from rewards.runtime.cleaner import own_folder, remove
 from rewards.runtime.process import ROOT, START_S
-from rewards.runtime.worker import MAX_TEXT, unpacked
+from rewards.runtime.replies import MAX_TEXT, unpacked
 
 GRACE_S = 1.0  # an episode ends itself at its deadline; one that hangs in C is killed this much later
 DUMP_S = 2.0  # it may take this long to write where it hangs
@@ -65,24 +65,41 @@ class Process:
 
     def take(self) -> list[dict[str, Any]]:
         """What was heard, once."""
-        taken, self.heard = self.heard, []
+        taken = self.heard
+        self.heard = []
         return taken
 
     def expire(self, timeout_s: float) -> None:
         """End an episode that hangs, and read where it hung."""
-        where = b""
-        end = time.monotonic() + DUMP_S
-        with contextlib.suppress(ProcessLookupError, ConnectionResetError):  # it has died; with something unread
-            os.kill(self.pid, signal.SIGUSR2)
-            while (left := end - time.monotonic()) > 0 and select.select([self.connection], [], [], left)[0]:
-                data = os.read(self.connection.fileno(), 2**16)
-                if not data:
-                    break
-                where += data
+        where = self.dump()
         self.end()
         text = f"no answer after {timeout_s:g} s (--rollout.tool-timeout-s)\n"
         text += where[:MAX_TEXT].decode(errors="replace")
-        self.heard.append({"failure": "timeout", "kind": "timeout", "text": text, "seconds": timeout_s})
+        self.heard.append({
+            "failure": "timeout",
+            "kind": "timeout",
+            "text": text,
+            "seconds": timeout_s,
+        })
+
+    def dump(self) -> bytes:
+        """What it writes of where it hangs."""
+        written = b""
+        end = time.monotonic() + DUMP_S
+        with contextlib.suppress(ProcessLookupError, ConnectionResetError):  # it has died; with something unread
+            os.kill(self.pid, signal.SIGUSR2)
+            while True:
+                left = end - time.monotonic()
+                if left <= 0:
+                    break
+                readable, _, _ = select.select([self.connection], [], [], left)
+                if not readable:
+                    break
+                data = os.read(self.connection.fileno(), 2**16)
+                if not data:
+                    break
+                written += data
+        return written
 
     def end(self) -> None:
         """End it, and the processes that it started, unless it has ended."""
@@ -107,9 +124,10 @@ class EpisodeProcesses:
         env = dict(os.environ, TMPDIR=self.folder, OMP_NUM_THREADS="1", TOOL_TIMEOUT_S=str(timeout_s))
         env.pop("LD_PRELOAD", None)  # vLLM sets it for its own process
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
+        command = [sys.executable, "-m", "envs.runtime.server"]
         arguments = [str(theirs.fileno()), str(os.getpid()), spec, str(timeout_s)]
         self.server = subprocess.Popen(
-            [sys.executable, "-m", "envs.runtime.server", *arguments],
+            command + arguments,
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
@@ -160,30 +178,58 @@ class EpisodeProcesses:
         self.running = {n: p for n, p in self.running.items() if p.heard or not p.connection.closed}
         while True:
             running = {p.connection: p for p in self.running.values() if not p.connection.closed}
-            now = time.monotonic()
-            deadlines = [process.since + self.timeout_s + GRACE_S for process in running.values() if process.is_busy]
-            is_lull = any(process.heard for process in self.running.values()) and not wait_for_all
-            until = min([end, now + LULL_S if is_lull else end, *deadlines])
-            ready = wait(list(running), max(until - now, 0.0) if deadlines else 0.0)
-            for connection in ready:
-                running[connection].receive()  # type: ignore[index]
-            for process in running.values():
-                if process.is_busy and time.monotonic() > process.since + self.timeout_s + GRACE_S:
-                    process.expire(self.timeout_s)
+            until = end
+            is_lull = False
+            if not wait_for_all and any(process.heard for process in self.running.values()):
+                is_lull = True
+                until = min(end, time.monotonic() + LULL_S)
+            ready = self.hear(running, until)
             is_busy = any(process.is_busy for process in running.values())
             if not is_busy or (is_lull and not ready) or time.monotonic() >= end:
                 break
         if wait_for_all and is_busy:
             return []
-        return [(number, message) for number in sorted(self.running) for message in self.running[number].take()]
+        found = []
+        for number in sorted(self.running):
+            for message in self.running[number].take():
+                found.append((number, message))
+        return found
+
+    def hear(self, running: dict[Any, Process], until: float) -> list[Any]:
+        """Receive what has arrived. Where nothing has and an episode is busy, wait for the first message, till
+        `until` or a deadline, and end the episodes whose time is up. Returns the connections that had a
+        message."""
+        deadlines = [self.deadline(process) for process in running.values() if process.is_busy]
+        wait_s = 0.0
+        if deadlines:
+            wait_s = max(min(until, *deadlines) - time.monotonic(), 0.0)
+        ready = wait(list(running), wait_s)
+        for connection in ready:
+            running[connection].receive()
+        for process in running.values():
+            if process.is_busy and time.monotonic() > self.deadline(process):
+                process.expire(self.timeout_s)
+        return ready
+
+    def deadline(self, process: Process) -> float:
+        return process.since + self.timeout_s + GRACE_S
 
     def end_all(self, with_strays: bool = True) -> None:
         """End the episodes that are listened to, and, `with_strays`, whatever episodes left behind."""
         for process in self.running.values():
             process.end()
         self.running = {}
-        # read twice: a process whose parent ends while the list is read may be missing from it
-        while with_strays and (strays := (self.children() - self.loaded) or (self.children() - self.loaded)):
+        if with_strays:
+            self.kill_strays()
+
+    def kill_strays(self) -> None:
+        while True:
+            strays = self.children() - self.loaded
+            if not strays:
+                # a process whose parent ends while the list is read may be missing from it: read it again
+                strays = self.children() - self.loaded
+            if not strays:
+                break
             for stray in strays:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     stray.kill()

@@ -56,18 +56,29 @@ class Response:
         """What the model wrote, as `text_of` has it, and in an episode also what users and tools said, without the
         template's special tokens. `stop`: texts that end a response, and stay."""
         names = {number: name for name, number in special_tokens(tokenizer).tokens.items()}
-        is_sampled = [*(self.mask or [True] * len(self.tokens)), False]
+        is_sampled = self.mask
+        if not is_sampled:
+            is_sampled = [True] * len(self.tokens)
+        last = len(self.tokens) - 1
         kept = []
         for n, token in enumerate(self.tokens):
-            ends_turn = not is_sampled[n + 1] and (n + 1 < len(self.tokens) or self.finish_reason == "stop")
-            is_end = ends_turn and not any(text.endswith(names.get(token, "")) for text in stop)
-            if token not in names or (is_sampled[n] and not is_end):
-                kept.append(token)
+            if token in names:
+                if n == last:
+                    ends_turn = self.finish_reason == "stop"
+                else:
+                    ends_turn = not is_sampled[n + 1]
+                is_stop_text = any(text.endswith(names[token]) for text in stop)
+                is_templates_own = not is_sampled[n] or (ends_turn and not is_stop_text)
+                if is_templates_own:
+                    continue
+            kept.append(token)
         return text_of(tokenizer, kept)
 
     @property
     def num_sampled(self) -> int:
-        return len(self.tokens) if self.mask is None else sum(self.mask)
+        if self.mask is None:
+            return len(self.tokens)
+        return sum(self.mask)
 
     @property
     def parts(self) -> list["Response"]:
@@ -77,13 +88,17 @@ class Response:
     @property
     def all_versions(self) -> list[int]:
         """`versions` of all parts."""
-        return [*chain.from_iterable(part.versions for part in self.parts)]
+        versions = []
+        for part in self.parts:
+            versions += part.versions
+        return versions
 
     def extend(self, part: "Response", finish_reason: str) -> None:
         """Append tokens that were sampled later."""
         self.tokens = self.tokens + part.tokens
         self.logp = self.logp + part.logp
-        self.finish_reason, self.routing = finish_reason, part.routing
+        self.finish_reason = finish_reason
+        self.routing = part.routing
 
 
 @dataclass
@@ -121,8 +136,11 @@ class Episode:
         if old and (old[0].prompt, old[0].images) == (before, images):
             return old[0]
         stale = set(map(id, old))
-        new = Response(prompt=before, images=images, conversation=number, mask=None if is_trained else [])
-        self.begun.earlier = [*(reply for reply in self.begun.earlier if id(reply) not in stale), new]
+        new = Response(prompt=before, images=images, conversation=number)
+        if not is_trained:
+            new.mask = []
+        kept = [reply for reply in self.begun.earlier if id(reply) not in stale]
+        self.begun.earlier = [*kept, new]
         return new
 
 
@@ -134,29 +152,53 @@ def response_of(episode: Episode, message: dict[str, Any]) -> Response:
     numbers = sorted(episode.conversations)
     # the episode's own conversation, unless only others were begun
     main = next((number for number in numbers if episode.conversations[number].num_replies), 0)
-    *earlier, last = chain(*(sequences_of(episode, number) for number in sorted(numbers, key=lambda n: n == main)))
+    sequences = []
+    for number in numbers:
+        if number != main:
+            sequences += sequences_of(episode, number)
+    *before_last, last = sequences_of(episode, main)
+    sequences += before_last
     said = episode.conversations[main]
-    messages = [m | {"content": m["content"].replace(said.template.place, "<image>")} for m in said.messages]
+    messages = []
+    for said_message in said.messages:
+        shown = said_message["content"].replace(said.template.place, "<image>")
+        messages.append(said_message | {"content": shown})
     return replace(
-        last, finish_reason="length" if end_reason == "length" else "stop",
-        earlier=[sequence for sequence in earlier if sequence.tokens],
-        num_turns=episode.num_turns, end_reason=end_reason, messages=messages,
-        tools={"tool_calls": message.get("num_tool_calls", 0), "tool_errors": message.get("num_tool_errors", 0),
-               "tool_s": episode.tool_s},
+        last,
+        finish_reason="length" if end_reason == "length" else "stop",
+        earlier=[sequence for sequence in sequences if sequence.tokens],
+        num_turns=episode.num_turns,
+        end_reason=end_reason,
+        messages=messages,
+        tools={
+            "tool_calls": message.get("num_tool_calls", 0),
+            "tool_errors": message.get("num_tool_errors", 0),
+            "tool_s": episode.tool_s,
+        },
     )
 
 
 def sequences_of(episode: Episode, number: int) -> list[Response]:
     """What is trained of a conversation: more than one sequence if its history was rewritten."""
     conversation = episode.conversations[number]
-    versions = chain(*(reply.versions for reply in episode.replies(number)))
+    versions = chain.from_iterable(reply.versions for reply in episode.replies(number))
     found = []
     for part in [*conversation.left_behind, conversation]:
-        has_row_images = part.prompt is episode.prompt.tokens and episode.prompt.images is not None
-        own = part.images[len(episode.prompt.images.files) if has_row_images else 0 :]
+        prompt = part.prompt
+        files = part.images
+        if part.prompt is episode.prompt.tokens and episode.prompt.images is not None:
+            prompt = None  # the row's, with its pictures
+            files = part.images[len(episode.prompt.images.files) :]
         found.append(Response(
-            part.tokens, part.logp, "stop", part.mask, None if has_row_images else part.prompt,
-            images=[b64encode(file).decode() for file in own], conversation=number, role=conversation.role,
-            versions=[*islice(versions, sum(part.mask))], routing=part.routing,
+            part.tokens,
+            part.logp,
+            "stop",
+            part.mask,
+            prompt,
+            images=[b64encode(file).decode() for file in files],
+            conversation=number,
+            role=conversation.role,
+            versions=list(islice(versions, sum(part.mask))),
+            routing=part.routing,
         ))
     return found

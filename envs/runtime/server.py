@@ -29,11 +29,12 @@ from envs.runtime.chat import Chat
 from envs.runtime.conversation import environments
 from envs.tools import prepare_schemas
 from rewards import load_function
-from rewards.runtime.worker import failure_of, ignore_stops, packed, plain, reply_of
+from rewards.runtime.replies import packed, plain, reply_of
+from rewards.runtime.worker import failure_of, ignore_stops
 
 MAX_PRINTED = 10_000  # characters that an episode may print; the rest is dropped
 TOOL_GRACE_S = 0.5  # a tool that takes too long is told to the model, and does not end the episode
-MAX_SENT = 2**24  # bytes of one message to the trainer: of the result worker.MAX_NUMBERS numbers take two thirds
+MAX_SENT = 2**24  # bytes of one message to the trainer; replies.MAX_NUMBERS numbers of a result take two thirds
 
 
 class Printed:
@@ -91,7 +92,8 @@ async def run(connection: Connection, episodes: dict[str, Callable], timeout_s: 
 
     async def ask(question: dict[str, Any]) -> dict[str, Any]:
         nonlocal began
-        send(connection, question | {"seconds": 0.0 if waiting else loop.time() - began})
+        seconds = 0.0 if waiting else loop.time() - began
+        send(connection, question | {"seconds": seconds})
         answer = waiting[question["conversation"]] = loop.create_future()
         deadline.reschedule(None)
         await answer
@@ -114,11 +116,19 @@ async def run(connection: Connection, episodes: dict[str, Callable], timeout_s: 
         async with asyncio.timeout(timeout_s) as deadline:
             result = await episode(chat, start["row"])
         # a text is scored by the reward functions, as a response is
-        reply = {"text": result} if isinstance(result, str) else packed(reply_of(episode.__name__, result))
+        if isinstance(result, str):
+            reply = {"text": result}
+        else:
+            reply = packed(reply_of(episode.__name__, result))
     except (Exception, SystemExit, asyncio.CancelledError) as error:
-        reply = failure_of(error) | ({"failure": "timeout"} if deadline.expired() else {})
-    more = {name: sum(vars(part)[name] for part in chat.all) for name in ("num_tool_calls", "num_tool_errors")}
-    more["seconds"] = loop.time() - began
+        reply = failure_of(error)
+        if deadline.expired():
+            reply["failure"] = "timeout"
+    more = {
+        "num_tool_calls": sum(part.num_tool_calls for part in chat.all),
+        "num_tool_errors": sum(part.num_tool_errors for part in chat.all),
+        "seconds": loop.time() - began,
+    }
     try:
         send(connection, reply | more)
     except ValueError as error:
@@ -128,7 +138,8 @@ async def run(connection: Connection, episodes: dict[str, Callable], timeout_s: 
 def reseed(seed: int) -> None:
     """Python's and NumPy's global generators: in each episode others than in the process that it was forked from."""
     random.seed(seed)
-    if numpy := sys.modules.get("numpy"):
+    numpy = sys.modules.get("numpy")
+    if numpy:
         numpy.random.seed(seed)
 
 
@@ -160,15 +171,15 @@ def die_with_parent(parent: int) -> None:
 
 
 def main() -> None:
-    fd, parent, spec, timeout_s = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], float(sys.argv[4])
-    die_with_parent(parent)
+    _, fd, parent, spec, timeout_s = sys.argv
+    die_with_parent(int(parent))
     ignore_stops()
     # what an episode started becomes a child of this process when its own parent ends, whatever it did to leave the
     # episode's group: the trainer finds it here, and ends it
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
     Path("/proc/self/oom_score_adj").write_text("1000")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    control = socket.socket(fileno=fd)
+    control = socket.socket(fileno=int(fd))
     ours = set(sys.modules)
     try:
         episodes = {name: load_episode(file) for name, file in environments(spec).items()}
@@ -185,7 +196,7 @@ def main() -> None:
             die_with_parent(server)
             control.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            run_process(Connection(fds[0]), episodes, timeout_s)
+            run_process(Connection(fds[0]), episodes, float(timeout_s))
             os._exit(0)
         os.close(fds[0])
         control.sendall(pid.to_bytes(8, "little"))

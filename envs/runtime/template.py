@@ -49,9 +49,9 @@ def rendered(tokenizer: Any, messages: Sequence[dict[str, Any]], what: str = "it
     messages = [with_arguments(message, tokenizer, arguments.get("chat_template")) for message in messages]
     arguments = {"strftime_now": Clock.strftime, "tokenize": False} | arguments
     try:
-        return tokenizer.apply_chat_template(
-            special.guarded([*messages]), **arguments | {"tools": special.guarded(arguments.get("tools"))}
-        )
+        guarded = special.guarded(messages)
+        arguments["tools"] = special.guarded(arguments.get("tools"))
+        return tokenizer.apply_chat_template(guarded, **arguments)
     except (jinja2.TemplateError, RecursionError) as error:
         raise ValueError(f"the chat template refuses {what}: {error}") from None
     except TEMPLATE_ERRORS as error:
@@ -70,22 +70,32 @@ def with_arguments(message: dict[str, Any], tokenizer: Any, source: str | None) 
     for call in message["tool_calls"]:
         function = call.get("function", call)
         given = function.get("arguments")
-        if is_text:
-            given = given if isinstance(given, str) else json.dumps(given or {}, ensure_ascii=False)
-        else:
-            given = object_of(given)
-        new = {**function, "arguments": given}
-        calls.append({**call, "function": new} if "function" in call else new)
+        in_form = text_of_arguments(given) if is_text else object_of(given)
+        new = {**function, "arguments": in_form}
+        if "function" in call:
+            new = {**call, "function": new}
+        calls.append(new)
     return message | {"tool_calls": calls, "content": message.get("content") or no_content}
+
+
+def text_of_arguments(arguments: Any) -> str:
+    """The arguments of a call as JSON text. None: there are none."""
+    if isinstance(arguments, str):
+        return arguments
+    return json.dumps(arguments or {}, ensure_ascii=False)
 
 
 def object_of(arguments: Any) -> Any:
     """The arguments of a call as an object, if they are one or JSON text of one. None: there are none."""
-    try:
-        found = json.loads(arguments) if isinstance(arguments, str) and arguments.strip() else arguments or {}
-    except (json.JSONDecodeError, RecursionError):
-        return arguments
-    return found if isinstance(found, dict) else arguments
+    found = arguments or {}
+    if isinstance(arguments, str) and arguments.strip():
+        try:
+            found = json.loads(arguments)
+        except (json.JSONDecodeError, RecursionError):
+            return arguments
+    if isinstance(found, dict):
+        return found
+    return arguments
 
 
 @lru_cache(maxsize=64)
@@ -96,14 +106,17 @@ def form_of_calls(tokenizer: Any, source: str | None) -> tuple[bool, str | None]
     def text_with(arguments: Any, content: str | None) -> str:
         call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": arguments}}
         talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": content, "tool_calls": [call]}]
+        options: dict[str, Any] = {"tokenize": False, "strftime_now": Clock.strftime}
+        if source:
+            options["chat_template"] = source
         try:
-            return tokenizer.apply_chat_template(talk, tokenize=False, strftime_now=Clock.strftime,
-                                                 **({"chat_template": source} if source else {}))
+            return tokenizer.apply_chat_template(talk, **options)
         except TEMPLATE_ERRORS:
             return ""
 
     for content in ("", None):
-        of_object, of_text = text_with({"k9": 1}, content), text_with('{"k9": 1}', content)
+        of_object = text_with({"k9": 1}, content)
+        of_text = text_with('{"k9": 1}', content)
         if "k9" in of_object + of_text:
             is_text = "'k9'" in of_object or ("k9" not in of_object and '{"k9": 1}' in of_text)
             return is_text, content
@@ -115,13 +128,19 @@ class SpecialTokens:
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
-        self.tokens = {token.content: number for number, token in tokenizer.added_tokens_decoder.items()
-                       if token.special and len(token.content) > 1}
+        self.tokens = {}
+        for number, token in tokenizer.added_tokens_decoder.items():
+            if token.special and len(token.content) > 1:
+                self.tokens[token.content] = number
         # by their first characters: some models have a thousand, and all messages are searched in each turn
         texts = sorted(self.tokens, key=lambda text: (text[:3], -len(text)))  # of two that fit, the longer
-        by_start = itertools.groupby(texts, key=lambda text: text[:3])
-        ends = {start: "|".join(re.escape(text[3:]) for text in group) for start, group in by_start}
-        self.pattern = re.compile("|".join(f"{re.escape(start)}(?:{end})" for start, end in ends.items()) or "(?!)")
+        patterns = []
+        for start, group in itertools.groupby(texts, key=lambda text: text[:3]):
+            ends = "|".join(re.escape(text[3:]) for text in group)
+            patterns.append(f"{re.escape(start)}(?:{ends})")
+        if not patterns:
+            patterns = ["(?!)"]  # it matches nothing
+        self.pattern = re.compile("|".join(patterns))
 
     def guarded(self, value: Any) -> Any:
         """A message, or anything in one, as the template gets it."""
@@ -138,8 +157,12 @@ class SpecialTokens:
 
     def spelled(self, text: str) -> set[str]:
         """The special tokens that messages spell, in a rendered text."""
-        found = (self.pattern.match(before[-1:] + after) for before, after in itertools.pairwise(text.split(GUARD)))
-        return {token[0] for token in found if token}
+        found = set()
+        for before, after in itertools.pairwise(text.split(GUARD)):
+            token = self.pattern.match(before[-1:] + after)
+            if token:
+                found.add(token[0])
+        return found
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a rendered text, without what the tokenizer would add to it."""
@@ -158,19 +181,30 @@ class SpecialTokens:
         """A copy of the tokenizer that knows each special token by a secret name, and by that alone; the names; and
         the number of each name -> that of the token."""
         reader = copy.deepcopy(self.tokenizer)
-        names = {text: f"@@{secrets.token_hex(8)}" for text in self.tokens}
+        names = {}
+        numbers = {}
         for text, number in self.tokens.items():
             like = self.tokenizer.added_tokens_decoder[number]
-            reader.add_tokens([AddedToken(names[text], special=False, normalized=like.normalized, lstrip=like.lstrip,
-                                          rstrip=like.rstrip, single_word=like.single_word)])
-        return reader, names, {reader.convert_tokens_to_ids(names[text]): n for text, n in self.tokens.items()}
+            name = f"@@{secrets.token_hex(8)}"
+            reader.add_tokens([AddedToken(
+                name,
+                special=False,
+                normalized=like.normalized,
+                lstrip=like.lstrip,
+                rstrip=like.rstrip,
+                single_word=like.single_word,
+            )])
+            names[text] = name
+            numbers[reader.convert_tokens_to_ids(name)] = number
+        return reader, names, numbers
 
 
 def encode_plain(text: str, tokenizer: Any) -> list[int]:
     """The tokens of a text that no chat template made, in which special tokens are read, with those that the tokenizer
     puts before a text. An end token that it puts after it is left out: the text goes on."""
     encoded = tokenizer(text, return_special_tokens_mask=True)
-    tokens, added = encoded["input_ids"], encoded["special_tokens_mask"]
+    tokens = encoded["input_ids"]
+    added = encoded["special_tokens_mask"]
     num_kept = len(tokens)
     while num_kept and added[num_kept - 1]:
         num_kept -= 1
@@ -189,7 +223,8 @@ def whole_rows(tokenizer: Any, conversations: Sequence[list[dict[str, Any]]],
                config: Any) -> tuple[list[list[int]], dict[int, str]]:
     """The tokens of whole conversations up to that at which transformers' *ForSequenceClassification with this config
     reads a score: the last that is not its padding. And the number of each that cannot be read -> why."""
-    special, config = special_tokens(tokenizer), config.get_text_config()
+    special = special_tokens(tokenizer)
+    config = config.get_text_config()
     rows: list[list[int]] = []
     unread = {}
     for number, messages in enumerate(conversations):

@@ -8,8 +8,14 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-FAMILIES = {"llama": "llama3_json", "llama4": "llama4_pythonic", "qwen2": "hermes", "qwen3": "hermes",
-            "qwen3_moe": "hermes", "smollm3": "hermes"}
+FAMILIES = {
+    "llama": "llama3_json",
+    "llama4": "llama4_pythonic",
+    "qwen2": "hermes",
+    "qwen3": "hermes",
+    "qwen3_moe": "hermes",
+    "smollm3": "hermes",
+}
 """A model's `model_type` -> the name of its parser, if they differ."""
 STARTS = {"llama3_json": r"\s*\{|<\|python_tag\|>", "pythonic": r"\s*\[\w+\("}
 """How a reply with calls begins, for parsers that do not say it by one of START_TOKENS; of others: <tool_call>."""
@@ -20,7 +26,9 @@ def after_thinking(reply: str, prompt: str) -> str:
     """What the model says after its reasoning: a call inside <think> is none. A prompt may open it."""
     if "</think>" in reply:
         return reply.rpartition("</think>")[2]
-    return "" if prompt.rstrip().endswith("<think>") else reply.partition("<think>")[0]
+    if prompt.rstrip().endswith("<think>"):
+        return ""
+    return reply.partition("<think>")[0]
 
 
 def make_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> Callable[..., tuple[str, list[dict[str, Any]]]]:
@@ -55,7 +63,8 @@ def make_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> Callable[..., 
             calls = [{"name": x.function.name, "arguments": x.function.arguments} for x in found.tool_calls]
             if calls:
                 return (found.content or "").strip(), calls
-        if start.match(text) if name in STARTS else start.search(text):
+        begins_call = start.match if name in STARTS else start.search
+        if begins_call(text):
             return text, [{"name": "", "error": f"this call of a tool cannot be read: {text.strip():.200}"}]
         return text, []
 

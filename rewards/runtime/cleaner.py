@@ -30,16 +30,20 @@ def own_folder() -> str:
 def start_cleaner(_: int) -> tuple[subprocess.Popen, str]:
     """The cleaner of the process with this number (a fork has one of its own), and its folder."""
     folder = tempfile.mkdtemp(prefix="plainrl_")
-    command = [sys.executable, "-I", "-S", __file__, folder]
-    # its own session, because torchrun kills the groups of its ranks
-    cleaner = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, cwd="/")
+    cleaner = subprocess.Popen(
+        [sys.executable, "-I", "-S", __file__, folder],
+        stdin=subprocess.PIPE,
+        start_new_session=True,  # because torchrun kills the groups of its ranks
+        cwd="/",
+    )
     atexit.register(cleaner.communicate, timeout=10.0)  # if it can: Slurm kills at once what is there after the end
     return cleaner, folder
 
 
 def remove(folder: str) -> None:
     """Kill the processes that were started with this TMPDIR or one inside of it, and remove the folder."""
-    while left := find_processes(f"TMPDIR={folder}".encode()):
+    variable = f"TMPDIR={folder}".encode()
+    while left := find_processes(variable):
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -51,7 +55,8 @@ def find_processes(variable: bytes) -> list[int]:
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):  # it has ended, or is another user's
-            if any(text.startswith(variable) for text in path.read_bytes().split(b"\0")):
+            variables = path.read_bytes().split(b"\0")
+            if any(text.startswith(variable) for text in variables):
                 found.append(int(path.parent.name))
     return found
 

@@ -22,7 +22,8 @@ from typing import Any, Literal
 
 from rewards import json_object
 from rewards.runtime.process import WorkerProcess
-from rewards.runtime.worker import MAX_NAMES, MAX_TEXT, Sample, Scorer
+from rewards.runtime.replies import MAX_NAMES, MAX_TEXT
+from rewards.runtime.worker import Sample, Scorer
 
 log = logging.getLogger(__name__)
 GRACE_S = 1.0  # a batch is killed this long after the deadlines that an `async def` has in the worker itself
@@ -98,13 +99,19 @@ class RewardPool:
     def __init__(self, function: str | Sequence[str] | None = None, weights: Sequence[float] = (), kwargs: str = "{}",
                  num_workers: int = 4, concurrency: int = 32, timeout_s: float = 10.0, on_error: str = "drop",
                  max_error_frac: float = 0.5):
-        function = (function,) if isinstance(function, str) else tuple(function or ())
+        if isinstance(function, str):
+            function = (function,)
+        function = tuple(function or ())
         check_reward(RewardConfig(function, tuple(weights), kwargs, num_workers, concurrency, timeout_s))
         for spec in function:
-            if not Path(spec.rpartition(":")[0] if ":" in spec else spec).is_file():
+            file = spec
+            if ":" in spec:
+                file = spec.rpartition(":")[0]
+            if not Path(file).is_file():
                 raise ValueError(f"--reward.function {spec}: no such file; the form is path/to/file.py:name")
         arguments = json_object("--reward.kwargs", kwargs)
-        self.scorer_args = (function, tuple(weights), arguments, timeout_s if num_workers else None)
+        deadline_s = timeout_s if num_workers else None
+        self.scorer_args = (function, tuple(weights), arguments, deadline_s)
         self.concurrency = concurrency
         self.timeout_s = timeout_s
         self.on_error = on_error
@@ -122,7 +129,9 @@ class RewardPool:
         self.as_text: set[str] = set()  # those of them that became text, and were logged
         self.jobs: queue.SimpleQueue = queue.SimpleQueue()
         self.workers: dict[threading.Thread, WorkerProcess] = {}
-        self.scorer = Scorer(*self.scorer_args) if num_workers == 0 else None
+        self.scorer = None
+        if num_workers == 0:
+            self.scorer = Scorer(*self.scorer_args)
         self.threads = [threading.Thread(target=self.serve, daemon=True) for _ in range(num_workers)]
         for thread in self.threads:
             thread.start()
@@ -183,9 +192,11 @@ class RewardPool:
             scores.index.append(index)
             scores.failures.append(failure)
             if failure:
-                scores.scores.append(0.0 if self.on_error == "zero" else math.nan)
+                score = 0.0 if self.on_error == "zero" else math.nan
+                scores.scores.append(score)
                 scores.extras.append({})
-                scores.first_failure = scores.first_failure or reply["text"]
+                if not scores.first_failure:
+                    scores.first_failure = reply["text"]
                 self.report(index, reply)
             else:
                 scores.scores.append(reply["score"])
@@ -230,16 +241,9 @@ class RewardPool:
             if worker is None or worker.process.poll() is not None:  # also one that died while idle
                 if worker is not None:
                     worker.close()
-                try:
-                    worker = self.workers[threading.current_thread()] = WorkerProcess(self.scorer_args)
-                except (RuntimeError, OSError) as error:  # OSError: no process or no memory to be had
-                    with self.changed:
-                        self.broken = str(error)
-                        self.changed.notify_all()
+                worker = self.start_worker()
+                if worker is None:
                     return
-                with self.changed:
-                    self.num_ready += 1
-                    self.changed.notify_all()
             if not jobs:
                 jobs = [self.jobs.get()]
                 alone = False
@@ -250,8 +254,12 @@ class RewardPool:
                         jobs.append(self.jobs.get_nowait())
             if jobs[-1] is None:
                 break
-            indices, samples = zip(*(jobs[:1] if alone else jobs))
-            replies = worker.score(samples, self.timeout_s + (GRACE_S if worker.concurrent else 0.0))
+            now = jobs[:1] if alone else jobs
+            indices, samples = zip(*now)
+            timeout_s = self.timeout_s
+            if worker.concurrent:
+                timeout_s += GRACE_S
+            replies = worker.score(samples, timeout_s)
             if len(samples) > 1 and worker.process.poll() is not None:
                 alone = True  # which of them it was is not known
                 self.report_batch(len(samples), replies[0])
@@ -259,12 +267,30 @@ class RewardPool:
             jobs = jobs[len(samples):]
             with self.changed:
                 for index, reply in zip(indices, replies):
-                    (self.replies if index >= 0 else self.attempts)[index] = reply
+                    if index >= 0:
+                        self.replies[index] = reply
+                    else:
+                        self.attempts[index] = reply
                 self.pending.difference_update(indices)
                 self.changed.notify_all()
         self.jobs.put(None)  # for the next thread
         if worker is not None:
             worker.close()
+
+    def start_worker(self) -> WorkerProcess | None:
+        """This thread's worker. None, and the pool is broken, if it cannot be started."""
+        try:
+            worker = WorkerProcess(self.scorer_args)
+        except (RuntimeError, OSError) as error:  # OSError: no process or no memory to be had
+            with self.changed:
+                self.broken = str(error)
+                self.changed.notify_all()
+            return None
+        self.workers[threading.current_thread()] = worker
+        with self.changed:
+            self.num_ready += 1
+            self.changed.notify_all()
+        return worker
 
     def report_batch(self, size: int, reply: dict) -> None:
         if "batch" not in self.logged:
@@ -297,6 +323,8 @@ def check_error_frac(num_failed: int, num_scored: int, limit: float, first_failu
     """Raises RuntimeError if more than the share `limit` (--reward.max-error-frac) of a step's samples has no score.
     The numbers cover all ranks; `first_failure` is this rank's Scores.first_failure."""
     if num_failed > limit * num_scored:
-        raise RuntimeError(f"{num_failed / num_scored:.0%} of the samples have no reward ({num_failed} of {num_scored} "
-                           f"on all ranks), more than --reward.max-error-frac {limit:g}. The first of this rank:\n"
-                           f"{first_failure or 'none; see the other ranks'}")
+        raise RuntimeError(
+            f"{num_failed / num_scored:.0%} of the samples have no reward ({num_failed} of {num_scored} on all "
+            f"ranks), more than --reward.max-error-frac {limit:g}. The first of this rank:\n"
+            f"{first_failure or 'none; see the other ranks'}"
+        )

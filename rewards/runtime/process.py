@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rewards.runtime.cleaner import own_folder, remove
-from rewards.runtime.worker import unpacked
+from rewards.runtime.replies import unpacked
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DUMP_S = 2.0     # a worker whose time is up may take this long to write where it hangs

@@ -7,34 +7,27 @@ score; "kind" and "where" beside them are the exception's name, and its place an
 travel as `packed` writes them. "texts" names the type of each value that became a text or was cut.
 """
 
-import binascii
 import ctypes
 import faulthandler
 import functools
 import inspect
-import itertools
 import json
-import numbers
 import os
 import pickle
 import signal
 import struct
 import sys
 import traceback
-from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rewards import find, load_reward, prepare, resolve, takes
+from rewards.runtime import replies
+from rewards.runtime.replies import MAX_SCORE, MAX_TEXT, packed, reply_of
 
 Sample = tuple[str, str, Any, dict | None]  # data_source, solution_str, ground_truth, extra_info
-MAX_SCORE = 1e9     # larger ones would make sums and squares of float32 infinite
-MAX_NUMBER = 1e100  # the other numbers of a reward dict: larger ones would make their mean infinite
-MAX_NAMES = 64      # keys of a reward dict, beside its score
-MAX_NAME = 100      # characters
-MAX_TEXT = 10_000   # characters of a text in a reward dict, and of a traceback
-MAX_NUMBERS = 1_000_000  # in the lists of one reward dict: a list of one number a token is whole
+OWN_FILES = {__file__, replies.__file__}  # they are no place where a reward function failed
 
 
 def copies(samples: list[Sample]) -> list[Sample]:
@@ -45,7 +38,9 @@ class Reward:
     """One reward function. How it wants to be called is read from its signature, once."""
 
     def __init__(self, name: str, function: Callable, kwargs: dict[str, Any]):
-        self.name, self.function, self.kwargs = name, function, kwargs
+        self.name = name
+        self.function = function
+        self.kwargs = kwargs
         self.batched = "solution_strs" in inspect.signature(function).parameters
         self.concurrent = self.batched or inspect.iscoroutinefunction(function)
 
@@ -64,17 +59,30 @@ class Reward:
 
     def call(self, sample: Sample) -> Any:
         data_source, solution_str, ground_truth, extra_info = sample
-        return self.function(data_source=data_source, solution_str=solution_str, ground_truth=ground_truth,
-                             extra_info=extra_info, **self.kwargs)
+        return self.function(
+            data_source=data_source,
+            solution_str=solution_str,
+            ground_truth=ground_truth,
+            extra_info=extra_info,
+            **self.kwargs,
+        )
 
     def score_batch(self, samples: list[Sample]) -> list[dict]:
         """verl's batched form: lists in, list out. A batch that fails is scored one by one, so that
         only the failing sample has no score."""
-        again = copies(samples) if len(samples) > 1 else []  # the function may change what it is given
+        again = []
+        if len(samples) > 1:
+            again = copies(samples)  # the function may change what it is given
         sources, texts, truths, extras = map(list, zip(*samples))
         try:
-            results = list(wait(self.function(data_sources=sources, solution_strs=texts, ground_truths=truths,
-                                              extra_infos=extras, **self.kwargs)))
+            returned = self.function(
+                data_sources=sources,
+                solution_strs=texts,
+                ground_truths=truths,
+                extra_infos=extras,
+                **self.kwargs,
+            )
+            results = list(wait(returned))
             if len(results) != len(samples):
                 raise ValueError(f"{self.name} returned {len(results)} scores for {len(samples)} samples")
             return [self.reply(result) for result in results]
@@ -93,7 +101,9 @@ class Reward:
                     return self.reply(await self.call(sample))
             except (Exception, SystemExit) as error:
                 failure = failure_of(error)
-                return {"failure": "timeout", "text": failure["text"]} if deadline.expired() else failure
+                if deadline.expired():
+                    return {"failure": "timeout", "text": failure["text"]}
+                return failure
 
         return await asyncio.gather(*map(one, samples))
 
@@ -109,14 +119,18 @@ class Scorer:
         self.weights = list(weights) or [1.0] * len(function)
         self.kwargs = resolve(kwargs)
         self.timeout_s = timeout_s
-        parts = [spec.partition(":") for spec in function]
-        names = [f"{Path(file).stem}.{name or 'compute_score'}" for file, _, name in parts]
+        names = []
+        for spec in function:
+            file, _, name = spec.partition(":")
+            names.append(f"{Path(file).stem}.{name or 'compute_score'}")
         if len(set(names)) < len(names):
             raise ValueError(f"--reward.function {' '.join(function)}: two are called {max(names, key=names.count)}, "
                              f"and their numbers could not be told apart; rename a file or a function")
         functions = [load_reward(spec) for spec in function]
-        taken = prepare(functions, self.kwargs) if functions else []
-        self.rewards = [Reward(*three) for three in zip(names, functions, taken)]
+        self.rewards = []
+        if functions:
+            of_each = prepare(functions, self.kwargs)  # the keyword arguments that it takes
+            self.rewards = [Reward(*three) for three in zip(names, functions, of_each)]
         self.concurrent = any(reward.concurrent for reward in self.rewards)
         self.table: dict[str, Reward] = {}
 
@@ -124,7 +138,8 @@ class Scorer:
         if not self.rewards:
             return [self.score_by_source(sample) for sample in samples]
         # each function gets its own, because it may change them
-        given = [samples, *(copies(samples) for _ in self.rewards[1:])]
+        given = [samples]
+        given += [copies(samples) for _ in self.rewards[1:]]
         columns = [reward(mine, self.timeout_s) for reward, mine in zip(self.rewards, given)]
         return [self.combine(replies) for replies in zip(*columns)]
 
@@ -134,8 +149,8 @@ class Scorer:
             function = find(source)
             if function is None:
                 return failure_of(LookupError(f"no reward for data_source {source!r}"))
-            kwargs = {key: value for key, value in self.kwargs.items() if takes(function, key)}
-            self.table[source] = Reward(source, function, kwargs)
+            taken = {key: value for key, value in self.kwargs.items() if takes(function, key)}
+            self.table[source] = Reward(source, function, taken)
         return self.table[source]([sample], self.timeout_s)[0]
 
     def combine(self, replies: Sequence[dict]) -> dict:
@@ -149,11 +164,14 @@ class Scorer:
                     "text": f"the weighted sum of the rewards is {total}; the rule is at most {MAX_SCORE:g} in size"}
         if len(replies) == 1:
             return replies[0] | {"score": total}
-        extra, texts = {}, {}
+        extra = {}
+        texts = {}
         for reward, reply in zip(self.rewards, replies):
-            extra |= {reward.name: reply["score"]}
-            extra |= {f"{reward.name}/{key}": value for key, value in reply["extra"].items()}
-            texts |= {f"{reward.name}/{key}": kind for key, kind in reply["texts"].items()}
+            extra[reward.name] = reply["score"]
+            for key, value in reply["extra"].items():
+                extra[f"{reward.name}/{key}"] = value
+            for key, kind in reply["texts"].items():
+                texts[f"{reward.name}/{key}"] = kind
         return {"score": total, "extra": extra, "texts": texts}
 
 
@@ -166,112 +184,31 @@ def event_loop():
 
 
 def wait(result: Any) -> Any:
-    return event_loop().run_until_complete(result) if inspect.iscoroutine(result) else result
-
-
-def reply_of(name: str, result: Any) -> dict:
-    """What the function `name` returned, a number or a dict with `score`, as this worker's reply."""
-    values = dict(result) if isinstance(result, dict) else {"score": result}
-    score = plain(values.pop("score", "no key 'score'"))
-    if isinstance(score, str) or not abs(score) <= MAX_SCORE:
-        return {"failure": "invalid",
-                "text": f"{name} returned {result!r:.500}; the rule is a finite number of at most {MAX_SCORE:g} in "
-                        f"size, or a dict with such a 'score'"}
-    given = ((str(key)[:MAX_NAME], value) for key, value in values.items() if value is not None)
-    first = dict(itertools.islice(given, MAX_NAMES))
-    found = {key: numbers_of(value) for key, value in first.items()}
-    lists = {key: kept for key, kept in found.items() if kept is not None}
-    if fault := fault_of(lists):
-        return {"failure": "invalid", "text": f"{name} returned {fault}"}
-    extra = {key: lists[key] if key in lists else metric_or_text(value) for key, value in first.items()}
-    texts = {
-        key: type(value).__name__ for key, value in first.items()
-        if isinstance(extra[key], str) and not (isinstance(value, str) and len(value) <= MAX_TEXT)
-    }
-    return {"score": score, "extra": extra, "texts": texts}
-
-
-def fault_of(lists: dict[str, list[float]]) -> str:
-    """What is wrong with the lists of a reward dict; "" if nothing is."""
-    count = 0
-    for key, found in lists.items():
-        count += len(found)
-        if count > MAX_NUMBERS:
-            return f"{key!r}, a list of {len(found)} numbers; the rule is at most {MAX_NUMBERS} in all lists of a dict"
-        for i, number in enumerate(found):
-            if not abs(number) <= MAX_NUMBER:
-                return (f"{key!r}, a list of {len(found)} numbers with {number} at place {i}; the rule is finite "
-                        f"numbers of at most {MAX_NUMBER:g} in size")
-    return ""
-
-
-def plain(value: Any) -> float | str:
-    """A number as float (numpy and torch scalars too), anything else as text. An int or a fraction that is larger than
-    any float is infinite."""
-    if hasattr(value, "item"):
-        try:
-            value = value.item()
-        except (ValueError, RuntimeError):  # more than one element
-            return str(value)
-    try:
-        return float(value) if isinstance(value, numbers.Real) else str(value)
-    except OverflowError:
-        return float("inf") if value > 0 else float("-inf")
-
-
-def metric_or_text(value: Any) -> float | str:
-    """A number that can be averaged as float, anything else as text."""
-    value = plain(value)
-    return value if isinstance(value, float) and abs(value) <= MAX_NUMBER else str(value)[:MAX_TEXT]
-
-
-def numbers_of(value: Any) -> list[float] | None:
-    """The numbers of a list, a tuple, or an array of one dimension (numpy, torch). None: it is something else."""
-    if getattr(value, "ndim", 0) == 1 and hasattr(value, "tolist"):
-        value = value.tolist()
-    if not isinstance(value, list | tuple):
-        return None
-    kinds = set(map(type, value))
-    if kinds <= {float, bool}:  # the usual case, many times faster
-        return list(map(float, value))
-    if not all(issubclass(kind, numbers.Real) or hasattr(kind, "item") for kind in kinds):
-        return None
-    found: list[Any] = [plain(number) for number in value]
-    return None if str in map(type, found) else found
-
-
-def packed(reply: dict) -> dict:
-    """A reply for a pipe, as JSON: each list of numbers is {"float64": base64}, some ten times as fast as digits."""
-    if "extra" not in reply:
-        return reply
-    extra = {
-        name: {"float64": binascii.b2a_base64(array("d", value), newline=False).decode()}
-        if isinstance(value, list) else value for name, value in reply["extra"].items()
-    }
-    return reply | {"extra": extra}
-
-
-def unpacked(reply: dict) -> dict:
-    """The reply that was `packed`. No other value of "extra" is a dict."""
-    if "extra" not in reply:
-        return reply
-    extra = {
-        name: array("d", binascii.a2b_base64(value["float64"])).tolist()
-        if isinstance(value, dict) else value for name, value in reply["extra"].items()
-    }
-    return reply | {"extra": extra}
+    if inspect.iscoroutine(result):
+        return event_loop().run_until_complete(result)
+    return result
 
 
 def failure_of(error: BaseException) -> dict:
     """The exception's name, place and traceback, whose middle is left out if it is long."""
     text = "".join(traceback.format_exception(error))
     if len(text) > MAX_TEXT:
-        text = f"{text[:MAX_TEXT // 2]}\n... {len(text) - MAX_TEXT} characters left out ...\n{text[-MAX_TEXT // 2:]}"
+        half = MAX_TEXT // 2
+        text = f"{text[:half]}\n... {len(text) - MAX_TEXT} characters left out ...\n{text[-half:]}"
     name = type(error).__name__
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-    own = [frame for frame in frames if not frame.filename.startswith((sys.prefix, sys.base_prefix))] or frames
-    place = f"{own[-1].filename}, line {own[-1].lineno}: " if own else ""
-    return {"failure": "exception", "kind": name, "text": text, "where": f"{place}{name}: {str(error)[:500]}"}
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in OWN_FILES]
+    of_user = [frame for frame in frames if not frame.filename.startswith((sys.prefix, sys.base_prefix))]
+    if of_user:
+        frames = of_user  # and not of a library
+    place = ""
+    if frames:
+        place = f"{frames[-1].filename}, line {frames[-1].lineno}: "
+    return {
+        "failure": "exception",
+        "kind": name,
+        "text": text,
+        "where": f"{place}{name}: {str(error)[:500]}",
+    }
 
 
 def ignore_stops() -> None:
@@ -280,37 +217,51 @@ def ignore_stops() -> None:
         signal.signal(number, lambda *_: None)  # and no SIG_IGN, which programs would inherit
 
 
+def die_with(trainer: int) -> None:
+    """Even inside an endless loop, and before it if memory runs out."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != trainer:
+        os._exit(1)
+    Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def score(scorer: Scorer, request: list[bytes]) -> list[dict]:
+    """The replies to a list of samples."""
+    samples = [pickle.loads(sample) for sample in request]
+    try:
+        return [packed(scored) for scored in scorer(samples)]
+    except KeyboardInterrupt as error:  # a reward function raised it: nobody interrupts a worker
+        if len(samples) > 1:
+            raise  # the pool scores them again one by one
+        return [failure_of(error)]
+
+
 def main() -> None:
-    if sys.platform == "linux":  # die with the trainer even inside an endless loop, and before it if memory runs out
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != int(sys.argv[1]):
-            os._exit(1)
-        Path("/proc/self/oom_score_adj").write_text("1000")
+    die_with(trainer=int(sys.argv[1]))
     ignore_stops()
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    os.register_at_fork(after_in_child=lambda: os.close(replies.fileno()))  # else a child keeps the pipe open
+    requests = os.fdopen(os.dup(0), "rb")
+    answers = os.fdopen(os.dup(1), "wb")
+    os.register_at_fork(after_in_child=lambda: os.close(answers.fileno()))  # else a child keeps the pipe open
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    faulthandler.register(signal.SIGUSR2, file=replies, chain=True)  # in place of a kill: shows where a sample hung
+    # in place of a kill: shows where a sample hung
+    faulthandler.register(signal.SIGUSR2, file=answers, chain=True)
     scorer = None
     while header := requests.read(8):
-        request = pickle.loads(requests.read(struct.unpack("Q", header)[0]))
+        (length,) = struct.unpack("Q", header)
+        request = pickle.loads(requests.read(length))
         if scorer is None:
             try:
                 scorer = Scorer(*request)
-                reply = {"concurrent": scorer.concurrent}
+                answer = {"concurrent": scorer.concurrent}
             except (Exception, SystemExit) as error:
-                reply = failure_of(error) | {"failure": "start"}
+                answer = failure_of(error) | {"failure": "start"}
         else:
-            samples = [pickle.loads(sample) for sample in request]
-            try:
-                reply = [packed(scored) for scored in scorer(samples)]
-            except KeyboardInterrupt as error:  # a reward function raised it: nobody interrupts a worker
-                if len(samples) > 1:
-                    raise  # the pool scores them again one by one
-                reply = [failure_of(error)]
-        replies.write(json.dumps(reply).encode() + b"\n")
-        replies.flush()
+            answer = score(scorer, request)
+        answers.write(json.dumps(answer).encode() + b"\n")
+        answers.flush()
 
 
 if __name__ == "__main__":

@@ -25,11 +25,11 @@ from torch.optim import Optimizer
 
 import grpo
 from common.batch import Batch
+from common.forward.sequence_parallel import Row, make_row
 from common.model.flops import sequence_cost
 from common.model.loading import load_policy, read_config
 from common.model.optimizers import make_optimizer
 from common.model.policy import ModelConfig, Policy
-from common.model.sequence_parallel import Row, make_row
 from common.optim import OptimConfig, optimizer_step
 from common.parallel import ranks
 from tests.bench.record import report

@@ -23,7 +23,7 @@ from envs.calculator import calculate
 from envs.programs import Sandbox, find_sandbox
 from envs.two_pictures import COLOURS
 from rewards import code
-from rewards.runtime import sandbox
+from rewards.sandbox import sandbox
 from tests.conftest import ROOT
 from tests.envs.scripted import Player
 

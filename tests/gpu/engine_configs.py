@@ -34,8 +34,8 @@ from transformers import AutoConfig
 
 from common.engine.base import EngineSetup, RolloutConfig
 from common.engine.vllm import VLLMEngine
+from common.forward.vision import auto_class
 from common.model.policy import ModelConfig
-from common.model.vision import auto_class
 from common.parallel.ranks import World
 from tests.cuda.shapes import MODELS, dense
 

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from common.batch import Batch
-from common.model import loading, sequence_parallel, sharding
+from common.forward import sequence_parallel
+from common.model import loading, sharding
 from common.model.loading import load_critic, load_policy, read_config
 from common.model.policy import ModelConfig
 from common.parallel import ranks

@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from common.batch import Batch
+from common.forward.sequence_parallel import zigzag
 from common.memory.plan import MemoryPlan
 from common.model.policy import ModelConfig
-from common.model.sequence_parallel import zigzag
 from common.parallel.ranks import World
 from common.run import RunArgs
 from tests.conftest import ROOT, launch

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rewards.runtime.sandbox import Limits, run
+from rewards.sandbox.sandbox import Limits, run
 
 SMALL = Limits(timeout_s=20, memory_mb=200, threads=8, file_mb=1, folder_mb=2, files=16)
 

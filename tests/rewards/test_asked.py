@@ -5,8 +5,8 @@ import builtins
 import pytest
 
 from rewards import code
-from rewards.runtime import harness
-from rewards.runtime.asked import asked_by
+from rewards.sandbox import harness
+from rewards.sandbox.asked import asked_by
 from tests.rewards.jail_tools import needs_isolation
 
 MBPP_PLUS = """

@@ -9,9 +9,9 @@ import pytest
 from common.rollout import Sample
 from common.rollouts.validation import acc_and_vote, metrics_of
 from rewards import code
-from rewards.runtime import sandbox
 from rewards.runtime.pool import RewardPool
-from rewards.runtime.worker import reply_of
+from rewards.runtime.replies import reply_of
+from rewards.sandbox import sandbox
 from tests.rewards.jail_tools import needs_isolation
 
 pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="the jail is Linux's"),
@@ -132,7 +132,7 @@ def test_attacks_through_the_pool_are_scored_and_not_errors(monkeypatch, tmp_pat
     """A hostile program is a wrong program: score 0 and no failure; the same workers then score a right one."""
     monkeypatch.setenv("HOME_OF_SECRETS", "3")
     (tmp_path / "small.py").write_text(
-        "from rewards import code; from rewards.runtime import sandbox\n"
+        "from rewards import code; from rewards.sandbox import sandbox\n"
         "import functools\n"
         "code.sandbox.Limits = functools.partial(sandbox.Limits, threads=8, file_mb=1, folder_mb=1)\n"
         "compute_score = code.compute_score\n")

@@ -17,7 +17,7 @@ import pytest
 from rewards import lookup
 from rewards.runtime import process
 from rewards.runtime.pool import RewardConfig, RewardPool, check_error_frac
-from rewards.runtime.worker import MAX_NAMES
+from rewards.runtime.replies import MAX_NAMES
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

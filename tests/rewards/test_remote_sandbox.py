@@ -10,8 +10,8 @@ from typing import ClassVar
 import pytest
 
 from rewards import code
-from rewards.runtime import sandbox
-from rewards.runtime.sandbox import Limits, run
+from rewards.sandbox import sandbox
+from rewards.sandbox.sandbox import Limits, run
 from tests.rewards.jail_tools import needs_isolation
 from tests.rewards.test_code import ADD, ASSERT, CALL, SUMS
 

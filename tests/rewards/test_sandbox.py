@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from rewards.runtime import sandbox
-from rewards.runtime.sandbox import Limits, run
+from rewards.sandbox import sandbox
+from rewards.sandbox.sandbox import Limits, run
 from tests.rewards.jail_tools import SMALL, jails, needs_isolation, output, tries
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -222,7 +222,7 @@ def test_daemons_end_with_the_program():
 @needs_isolation
 def test_a_jail_dies_with_its_parent():
     """A killed reward worker leaves no program running."""
-    program = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from rewards.runtime.sandbox import run, Limits; " \
+    program = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from rewards.sandbox.sandbox import run, Limits; " \
               f"run('import time; time.sleep(777)', limits=Limits(timeout_s=600))"
     parent = subprocess.Popen([sys.executable, "-c", program])
     deadline = time.monotonic() + 120

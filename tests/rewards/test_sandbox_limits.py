@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rewards.runtime import sandbox
-from rewards.runtime.sandbox import Limits, run
+from rewards.sandbox import sandbox
+from rewards.sandbox.sandbox import Limits, run
 from tests.rewards.jail_tools import needs_isolation, output, tries
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -102,7 +102,7 @@ def test_memory_of_the_kernel_is_bounded():
 
 
 BELOW_TMP = """
-from rewards.runtime import sandbox
+from rewards.sandbox import sandbox
 print(sandbox.run("import os, sys, tempfile; print(sys.base_prefix, os.listdir('/tmp'), tempfile.gettempdir())\\n"
                   "open('x', 'w').write('x')\\nopen(sys.base_prefix + '/x', 'w')", limits=sandbox.Limits(20)))
 """
@@ -128,7 +128,7 @@ def test_python_may_lie_below_tmp():
 @needs_isolation
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount /proc/sys as containers do")
 def test_proc_sys_may_be_read_only():
-    program = "from rewards.runtime import sandbox; print(sandbox.run('print(3)', limits=sandbox.Limits(20)).stdout)"
+    program = "from rewards.sandbox import sandbox; print(sandbox.run('print(3)', limits=sandbox.Limits(20)).stdout)"
     mounts = "mount --bind /proc/sys /proc/sys && mount -o remount,ro,bind /proc/sys"
     command = ["unshare", "-m", "sh", "-c", f"{mounts} && exec {sys.executable} -c \"{program}\""]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -158,14 +158,14 @@ def test_the_session_keyring_of_the_trainer_stays_closed():
     parent = KEYS + f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
-from rewards.runtime import sandbox
+from rewards.sandbox import sandbox
 libc.syscall(keyctl, 1, None)
 key = libc.syscall(add, b"user", b"rewards-test", b"secret", 6, SESSION)
 if key < 0 or search() != key:
     sys.exit("no keyrings: errno " + str(ctypes.get_errno()))
 print(sandbox.run({KEYS!r} + "print(search(), libc.syscall(add, b'user', b'left', b'x', 1, SESSION))").stdout)
 print(libc.syscall(keyctl, 10, SESSION, b"user", b"left", 0))
-sys.path.insert(0, {str(ROOT)!r} + "/rewards/runtime")
+sys.path.insert(0, {str(ROOT)!r} + "/rewards/sandbox")
 import jail
 jail.leave_keyring()
 print(search(), ctypes.get_errno())
@@ -188,7 +188,7 @@ def test_a_full_temporary_folder_changes_nothing(monkeypatch, tmp_path):
 MEMORY_RUNS_OUT = """
 import os, sys
 sys.path.insert(0, ROOT)
-from rewards.runtime import sandbox
+from rewards.sandbox import sandbox
 group = sys.argv[1]
 open(group + "/cgroup.procs", "w").write("0")
 taken = bytearray(60 << 20)  # the trainer

@@ -32,7 +32,7 @@ from rewards import (
 )
 from rewards import format as form
 from rewards.runtime.pool import RewardPool
-from rewards.runtime.worker import reply_of
+from rewards.runtime.replies import reply_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

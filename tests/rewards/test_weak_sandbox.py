@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rewards import code, lookup
-from rewards.runtime import sandbox
+from rewards.sandbox import sandbox
 from tests.rewards.jail_tools import SMALL, needs_isolation, tries
 from tests.rewards.test_sandbox import COUNT_FORKS
 
@@ -48,7 +48,7 @@ def test_weak_isolation_needs_the_flag_and_says_what_is_open(monkeypatch, caplog
 
 WEAK = """
 import threading, time
-from rewards.runtime.sandbox import run, Limits
+from rewards.sandbox.sandbox import run, Limits
 for _ in range(20):  # what a user runs besides: the kernel counts it too
     threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
 small = Limits(timeout_s=20, memory_mb=200, file_mb=1, files=16, threads=8)
@@ -75,8 +75,8 @@ def as_user(program: str) -> list[str]:
     """Lines that a program prints as an ordinary user with the system's Python, beside a copy of the sandbox."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
-        (Path(folder) / "rewards/runtime").mkdir(parents=True)
-        for name in ("__init__", "runtime/__init__", "runtime/sandbox", "runtime/jail", "runtime/syscalls"):
+        (Path(folder) / "rewards/sandbox").mkdir(parents=True)
+        for name in ("__init__", "sandbox/__init__", "sandbox/sandbox", "sandbox/jail", "sandbox/syscalls"):
             shutil.copy(ROOT / f"rewards/{name}.py", f"{folder}/rewards/{name}.py")
         done = subprocess.run(["/usr/bin/python3", "-B", "-c", program], user=USER, group=USER, extra_groups=[],
                               cwd="/", env={"SECRET": "1", "PYTHONPATH": folder}, capture_output=True, text=True,
@@ -109,7 +109,7 @@ libc = ctypes.CDLL(None)
 print(libc.unshare(0x10000000), libc.mount(b"none", b"/box", b"tmpfs", 0, b""), libc.ptrace(16, 1, 0, 0))
 print(libc.mount(None, b"/usr", None, 4096 | 32, None))  # read-only folders stay so
 """
-    lines = as_user(f"from rewards.runtime.sandbox import run, Limits\n"
+    lines = as_user(f"from rewards.sandbox.sandbox import run, Limits\n"
                               f"result = run({attacks!r}, limits=Limits(memory_mb=200, threads=8), forks=True)\n"
                               f"print(result.stdout, result.stderr)")
     assert lines[:5] == ["OSError", "done", "ProcessLookupError", "OSError", "MemoryError"]

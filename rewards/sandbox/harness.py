@@ -288,8 +288,12 @@ def replace(mine, changed) -> None:
 
 def import_used(modules: dict) -> dict:
     """Those of {name: [module, attribute, ...]} that have these attributes."""
-    found = {name: importlib.import_module(module) for name, (module, *_) in modules.items()}
-    return {name: module for name, module in found.items() if all(hasattr(module, a) for a in modules[name][1:])}
+    found = {}
+    for name, (path, *attributes) in modules.items():
+        module = importlib.import_module(path)
+        if all(hasattr(module, attribute) for attribute in attributes):
+            found[name] = module
+    return found
 
 
 def judge(program: str, asked_by) -> None:

@@ -28,18 +28,35 @@ REFUSED = {
     "landlock_create_ruleset": (444, 444), "landlock_add_rule": (445, 445), "landlock_restrict_self": (446, 446),
 }
 FORKS = {"fork": (57, None), "vfork": (58, None)}
-CLONE, CLONE3, SOCKET, SETSOCKOPT, FCNTL = (56, 220), (435, 435), (41, 198), (54, 208), (72, 25)
+CLONE = (56, 220)
+CLONE3 = (435, 435)
+SOCKET = (41, 198)
+SETSOCKOPT = (54, 208)
+FCNTL = (72, 25)
 FAMILIES = (1, 2, 10, 16)  # AF_UNIX, AF_INET, AF_INET6, AF_NETLINK (the C library lists interfaces by it)
 CLONE_THREAD = 0x10000
 CLONE_NEW = 0x7E020000     # CLONE_NEWNS, CLONE_NEWUSER and the others
-SOL_SOCKET, BUFFERS = 1, (7, 8, 32, 33)  # SO_SNDBUF, SO_RCVBUF, and both with FORCE
+SOL_SOCKET = 1
+BUFFERS = (7, 8, 32, 33)   # SO_SNDBUF, SO_RCVBUF, and both with FORCE
 F_SETPIPE_SZ = 1031
 X32_CALLS = 0x40000000     # x86-64 kernels take a second set of numbers from here on
 
-LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # of classic BPF
-NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, (16, 24, 32)                   # offsets in struct seccomp_data
-ALLOW, ERROR = 0x7FFF0000, 0x00050000
-SET_SECCOMP, MODE_FILTER = 22, 2                                       # prctl
+# instructions of classic BPF
+LOAD = 0x20
+EQUAL = 0x15
+AT_LEAST = 0x35
+ANY_BIT = 0x45
+RETURN = 0x06
+# offsets in struct seccomp_data
+NUMBER = 0
+ARCHITECTURE = 4
+ARGUMENTS = (16, 24, 32)
+# what a filter returns
+ALLOW = 0x7FFF0000
+ERROR = 0x00050000
+# prctl
+SET_SECCOMP = 22
+MODE_FILTER = 2
 
 
 def make_filter(forks: bool) -> bytes:

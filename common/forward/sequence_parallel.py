@@ -36,7 +36,9 @@ class Row:
     def per_token(self, numbers: Tensor) -> Tensor:
         """[N] -> [T] of this rank's responses, 0 where the policy sampled no token."""
         whole = numbers.new_zeros(len(self.batch.tokens)).index_copy(0, self.sampled, numbers)
-        return whole if self.group is None else all_reduce(whole, group=self.group)[self.own]
+        if self.group is None:
+            return whole
+        return all_reduce(whole, group=self.group)[self.own]
 
     def routing(self, chosen: Tensor) -> Tensor:
         """The experts [t, layers, k] of the tokens that run here -> [T, layers, k] of this rank's responses."""
@@ -54,47 +56,74 @@ def make_row(batch: Batch, share_prompt: bool, group: dist.ProcessGroup | None) 
         mine = Batch(batch.tokens, batch.mask, batch.cu_seqlens, batch.index, batch.number, routing=batch.routing)
         batches = all_gather_objects(mine.to("cpu"), group)
         start = sum(len(earlier.tokens) for earlier in batches[: dist.get_rank(group)])
-        batch, own = Batch.cat(batches).to(batch.tokens.device), slice(start, start + len(batch.tokens))
+        own = slice(start, start + len(mine.tokens))
+        batch = Batch.cat(batches).to(mine.tokens.device)
     # the shift from "next token" to "this token" is here and nowhere else: position t is scored by that of t - 1
     before = batch.sampled - 1                                                                  # [N]
-    run = runs_as = torch.arange(len(batch.tokens), device=batch.tokens.device)
-    layout = {"cu_seq_lens_q": batch.cu_seqlens, "cu_seq_lens_k": batch.cu_seqlens,
-              "max_length_q": max(batch.host_lengths), "max_length_k": max(batch.host_lengths),
-              "seq_idx": batch.sequence_ids[None].int()}        # what transformers tells layers with a state
+    run = torch.arange(len(batch.tokens), device=batch.tokens.device)
+    runs_as = run
+    layout = {
+        "cu_seq_lens_q": batch.cu_seqlens,
+        "cu_seq_lens_k": batch.cu_seqlens,
+        "max_length_q": max(batch.host_lengths),
+        "max_length_k": max(batch.host_lengths),
+        "seq_idx": batch.sequence_ids[None].int(),              # what transformers tells layers with a state
+    }
     if share_prompt:
         shared = batch.shared_prompts
-        before, run, runs_as = shared.row[before], shared.run, shared.run[shared.row]
-        layout |= {"cu_seq_lens_q": shared.cu_seqlens, "cu_seq_lens_k": shared.cu_seqlens_k,
-                   "key_rows": shared.key_rows}
+        before = shared.row[before]
+        run = shared.run
+        runs_as = shared.run[shared.row]
+        layout["cu_seq_lens_q"] = shared.cu_seqlens
+        layout["cu_seq_lens_k"] = shared.cu_seqlens_k
+        layout["key_rows"] = shared.key_rows
     row = Row(before, batch.sampled, batch, layout, run, runs_as, own, group)
-    return row if group is None else cut(row, group)
+    if group is None:
+        return row
+    return cut(row, group)
 
 
 def cut(row: Row, group: dist.ProcessGroup) -> Row:
     """This rank's part of a row that is known on all ranks of the group."""
-    n, me, device = dist.get_world_size(group), dist.get_rank(group), row.run.device
-    ends, key_ends = (row.layout[name].cpu().long() for name in ("cu_seq_lens_q", "cu_seq_lens_k"))
+    n = dist.get_world_size(group)
+    me = dist.get_rank(group)
+    device = row.run.device
+    ends = row.layout["cu_seq_lens_q"].cpu().long()
+    key_ends = row.layout["cu_seq_lens_k"].cpu().long()
     chunk, owner = zigzag(ends, n)
     most = int(owner.bincount().max())
     number = F.one_hot(owner, n).cumsum(0).gather(1, owner[:, None])[:, 0] - 1          # among those of its rank
     place = owner * most + number                                           # where the gathered rows have each row
     # with fewer tokens than ranks, some run row 0, and nobody reads it
-    local = (owner == me).nonzero()[:, 0] if me in owner else torch.tensor([0])
+    local = (owner == me).nonzero()[:, 0]
+    if not len(local):
+        local = torch.tensor([0])
     chunks, lengths = chunk[local].unique_consecutive(return_counts=True)
-    segment, stops = chunks // (2 * n), local[lengths.cumsum(0) - 1] + 1
-    first_keys, last_keys = key_ends[segment], key_ends[segment + 1] - ends[segment + 1] + stops
+    segment = chunks // (2 * n)
     # a chunk sees its segment's keys, up to its own end
+    stops = local[lengths.cumsum(0) - 1] + 1
+    first_keys = key_ends[segment]
+    last_keys = key_ends[segment + 1] - ends[segment + 1] + stops
     keys = torch.cat([torch.arange(first, last) for first, last in zip(first_keys, last_keys)]).to(device)
     if "key_rows" in row.layout:
         keys = row.layout["key_rows"][keys]
-    place, local = place.to(device), local.to(device)
+    place = place.to(device)
+    local = local.to(device)
     layout = {
-        "cu_seq_lens_q": offsets(lengths).to(device), "cu_seq_lens_k": offsets(last_keys - first_keys).to(device),
-        "key_rows": place[keys], "sequence_group": group, "num_rows": most,
+        "cu_seq_lens_q": offsets(lengths).to(device),
+        "cu_seq_lens_k": offsets(last_keys - first_keys).to(device),
+        "key_rows": place[keys],
+        "sequence_group": group,
+        "num_rows": most,
     }
     here = place[row.before] // most == me
-    return replace(row, before=(place[row.before] % most)[here], sampled=row.sampled[here], run=row.run[local],
-                   layout=row.layout | layout)
+    return replace(
+        row,
+        before=(place[row.before] % most)[here],
+        sampled=row.sampled[here],
+        run=row.run[local],
+        layout=row.layout | layout,
+    )
 
 
 def zigzag(ends: Tensor, n: int) -> tuple[Tensor, Tensor]:

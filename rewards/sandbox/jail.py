@@ -37,10 +37,29 @@ NOBODY = 65534
 BOX = "/box"
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache",
           "/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
-NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
-MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 2, 4, 4096, 16384, 1 << 18, 2
-PDEATHSIG, DUMPABLE, NO_NEW_PRIVS = 1, 4, 38                    # prctl
-MOUNT_SETATTR, AT_RECURSIVE, ATTR_RDONLY, ATTR_NOSUID = 442, 0x8000, 1, 2
+# unshare
+NEWNS = 0x20000
+NEWUTS = 0x4000000
+NEWIPC = 0x8000000
+NEWUSER = 0x10000000
+NEWPID = 0x20000000
+NEWNET = 0x40000000
+# mount, umount2
+MS_NOSUID = 2
+MS_NODEV = 4
+MS_BIND = 4096
+MS_REC = 16384
+MS_PRIVATE = 1 << 18
+MNT_DETACH = 2
+# prctl
+PDEATHSIG = 1
+DUMPABLE = 4
+NO_NEW_PRIVS = 38
+# mount_setattr: its number, and its arguments
+MOUNT_SETATTR = 442
+AT_RECURSIVE = 0x8000
+ATTR_RDONLY = 1
+ATTR_NOSUID = 2
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 KEYCTL = {"x86_64": 250, "aarch64": 219}
 JOIN_SESSION_KEYRING = 1
@@ -61,7 +80,8 @@ def mount(source: str, target: str, kind: str | None, flags: int, data: str | No
 
 def enter_user_namespace(proc: int) -> None:
     """A user namespace that knows one user, the present one. proc: descriptor of the outer /proc."""
-    user, group = os.geteuid(), os.getegid()
+    user = os.geteuid()
+    group = os.getegid()
     unshare(NEWUSER)
     for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
         write(proc, f"self/{name}", text)

@@ -1,0 +1,1 @@
+"""Runs programs that a model wrote, so that they can neither hurt nor outlive the trainer."""
