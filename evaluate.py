@@ -19,11 +19,11 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import errors
 
-from common.checkpoint.effect import check_effect
 from common.checkpoint.run_folder import open_run_folder
 from common.dataset.store import load_prompts
 from common.engine.base import EngineSetup, RolloutConfig, validation_sampling
 from common.engine.make import changed_flags, check_rollout, make_engine, stop_tokens
+from common.flags.effect import check_effect
 from common.metrics import Meter
 from common.model.loading import Weights, load_policy, read_config, read_tokenizer
 from common.model.policy import ModelConfig, Policy

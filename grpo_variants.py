@@ -26,11 +26,11 @@ from common import losses
 from common.batch import Batch
 from common.correction import importance_weights, reject_and_weight, resolve_correction
 from common.engine.make import check_sizes
+from common.episodes.turns import check_turns, to_units
 from common.metrics import spread
 from common.model.policy import Policy
 from common.parallel.ranks import all_gather_objects, all_sum, seed_of
 from common.rollout import Rollout, scatter_fields, sum_per_response
-from common.rollouts.turns import check_turns, to_units
 from common.run import Run, RunArgs
 from common.segments import group_lead, group_mean, group_std, moments, whiten
 from variants.losses import LOSSES, LossSettings, PolicyLoss, Tokens, ppo

@@ -29,11 +29,11 @@ from common import losses
 from common.batch import Batch
 from common.correction import importance_weights, reject_and_weight, resolve_correction
 from common.engine.make import check_sizes
+from common.episodes.turns import check_turns, to_units
 from common.metrics import spread
 from common.model.loading import CAUSAL_LM, SCORED, read_config
 from common.optim import OptimConfig
 from common.rollout import scatter_fields
-from common.rollouts.turns import check_turns, to_units
 from common.run import Run, RunArgs
 from common.segments import moments, whiten
 

@@ -86,7 +86,9 @@ class Batch:
     @classmethod
     def of_fields(cls, values: dict[str, Any], cu_seqlens: Tensor) -> "Batch":
         """The batch whose `present()` has these names and tensors."""
-        plain, extra, response_extra = {}, {}, {}
+        plain: dict[str, Any] = {}
+        extra: dict[str, Tensor] = {}
+        response_extra: dict[str, Tensor] = {}
         for name, tensor in values.items():
             if name.startswith("extra."):
                 extra[name.removeprefix("extra.")] = tensor

@@ -150,7 +150,8 @@ def gae(reward: Tensor, value: Tensor, mask: Tensor, cu_seqlens: Tensor, gamma: 
     terms. With value 0 and lam 1, the advantage is the discounted return-to-go.
     """
     counts = segment_sum(mask.double(), cu_seqlens).long()                              # [S] tokens with mask
-    r, v = reward[mask], value[mask]                                                    # [N] the others closed up
+    r = reward[mask]                                                                    # [N] the others closed up
+    v = value[mask]                                                                     # [N]
     last = (counts.cumsum(0) - 1).repeat_interleave(counts)                             # [N] of the same response
     after = last - torch.arange(len(v), device=v.device)                                # [N] tokens that follow
     delta = r + gamma * torch.where(after > 0, v.roll(-1), 0) - v

@@ -253,7 +253,8 @@ def to_minibatches(rollout: Rollout, in_loss: Tensor, layout: Layout, step: int 
     known = torch.stack([batch.index.double(), batch.lengths.double(), prompt_lengths], dim=1)
     index, lengths, prompt_lengths = gather_numbers(known, batch.number).T                          # [N] of sequences
     index, lengths = index.long(), lengths.long().numpy()
-    world, share_prompt = layout.world, layout.share_prompt
+    world = layout.world
+    share_prompt = layout.share_prompt
     counted_lengths = rollout.response_lengths * in_loss                                            # [S]
     sequences = Sequences(
         lengths, sequence_cost(lengths, layout.hf_config), runs[index].numpy(), index.numpy(),
@@ -265,13 +266,13 @@ def to_minibatches(rollout: Rollout, in_loss: Tensor, layout: Layout, step: int 
         batch.canary = torch.from_numpy(plan.is_canary[batch.number.numpy()])
     batch = batch.select(torch.from_numpy(np.flatnonzero(plan.rank[batch.number.numpy()] >= 0)))
     batch = exchange(batch, plan.rank[batch.number.numpy()])
-    return [
-        Minibatch(
-            [batch.microbatch(shares[world.rank]).to(world.device, share_prompt) for shares in planned],
-            torch.zeros_like(counted_lengths).index_copy(0, index[left_out], counted_lengths[index[left_out]]),
-        )
-        for planned, left_out in zip(plan.minibatches, plan.left_out)
-    ]
+    minibatches = []
+    for planned, left_out in zip(plan.minibatches, plan.left_out):
+        mine = [batch.microbatch(of_ranks[world.rank]) for of_ranks in planned]
+        responses = index[left_out]
+        left_out_lengths = torch.zeros_like(counted_lengths).index_copy(0, responses, counted_lengths[responses])
+        minibatches.append(Minibatch([x.to(world.device, share_prompt) for x in mine], left_out_lengths))
+    return minibatches
 
 
 def scatter_fields(minibatches: list[Minibatch], advantages: Tensor | None = None, **values: Tensor) -> None:

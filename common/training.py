@@ -18,15 +18,15 @@ import torch
 from transformers import PretrainedConfig, set_seed
 
 from common.checkpoint.choice import first_day
-from common.checkpoint.effect import check_effect
 from common.checkpoint.export import export, hf_files
 from common.checkpoint.files import write_manifest
 from common.checkpoint.manager import Checkpoints, SaveConfig
 from common.checkpoint.older_readers import left_out
 from common.checkpoint.own import check_run_folder
 from common.checkpoint.run_folder import FINISHED, finished, open_run_folder
-from common.checkpoint.secrets import flags_of
 from common.checkpoint.signals import Watchdog
+from common.flags.effect import check_effect
+from common.flags.secrets import flags_of
 from common.memory.plan import MemoryPlan
 from common.metrics import Meter, Timer
 from common.model.attention import choose_attention

@@ -24,8 +24,8 @@ from typing import Any, ClassVar
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from common.checkpoint.effect import check_effect
-from common.checkpoint.secrets import flags_of
+from common.flags.effect import check_effect
+from common.flags.secrets import flags_of
 from common.source.folder import check_folder
 from tools.flags import exit_with_error, read_flags, run_script
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from common.checkpoint.files import read_manifest, write_manifest
-from common.checkpoint.secrets import differences, flags_of, redacted
+from common.flags.secrets import differences, flags_of, redacted
 from common.prompts import Prompt
 from common.rollout import Sample
 from common.rollouts.record import SCHEMA

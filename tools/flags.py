@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from common.checkpoint.secrets import flags_of
+from common.flags.secrets import flags_of
 
 ROOT = Path(__file__).resolve().parent.parent
 OF_VERL = re.compile(r"\+{0,2}(data|algorithm|trainer|actor_rollout_ref|critic|reward_model|custom_reward_function)"

@@ -24,10 +24,10 @@ from typing import Annotated, Any
 import tyro
 from transformers import PreTrainedTokenizerBase
 
-from common.checkpoint.effect import check_effect
 from common.dataset.store import PromptSet, load_prompts
 from common.engine.base import EngineSetup, RolloutConfig
 from common.engine.make import check_rollout, make_engine, stop_tokens
+from common.flags.effect import check_effect
 from common.metrics import Meter
 from common.model.loading import load_policy, read_config, read_tokenizer
 from common.model.policy import ModelConfig

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from common.checkpoint.files import read_regular
-from common.checkpoint.secrets import redacted
+from common.flags.secrets import redacted
 from envs.pictures import open_file
 from tools.terminal import visible
 

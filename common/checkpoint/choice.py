@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from common.checkpoint.files import check_files, checkpoints_in, find, read_manifest
-from common.checkpoint.secrets import differences
+from common.flags.secrets import differences
 from common.parallel.ranks import World, all_names, on_main, together
 
 NOT_COMPARED = {"dtype", "torch_dtype", "transformers_version", "_name_or_path", "architectures", "use_cache"}

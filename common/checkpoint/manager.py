@@ -26,9 +26,9 @@ from common.checkpoint.config import SaveConfig
 from common.checkpoint.export import write_files
 from common.checkpoint.files import complete_checkpoints, entry_of, read_checkpoint, remove, sync, write_manifest
 from common.checkpoint.own import remove_checkpoint
-from common.checkpoint.secrets import flags_of
 from common.checkpoint.signals import Watchdog
 from common.checkpoint.state import FILE, Parts, load_parts, save_shards, tensors_of
+from common.flags.secrets import flags_of
 from common.metrics import Timer
 from common.model.policy import PackedModel
 from common.parallel.ranks import World, all_max, collective_timeout, on_main, print_on_main, together
@@ -180,7 +180,8 @@ class Checkpoints:
         reduced = all_max([self.watchdog.signal, code, total, -code, -total]).tolist()
         number = int(reduced[0])
         most_code, most_total = reduced[1:3]
-        least_code, least_total = -reduced[3], -reduced[4]
+        least_code = -reduced[3]
+        least_total = -reduced[4]
         if most_code != least_code or most_total - least_total > 1e-6 * most_total:
             raise ValueError("run.script_state differs between ranks, and a checkpoint holds that of the first: make "
                              "it of what all ranks have, rollout.scores for example; bytes are each rank's own")

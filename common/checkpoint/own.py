@@ -11,7 +11,7 @@ from typing import Any
 
 from common.checkpoint.files import FILES as FILES_FORM
 from common.checkpoint.files import MANIFEST, crc32, has_form, read_checkpoint, read_manifest, read_regular, remove
-from common.checkpoint.secrets import flags_of
+from common.flags.secrets import flags_of
 
 MARK = "plainrl.json"
 LOCK = ".lock"

@@ -8,7 +8,7 @@ from typing import Any
 
 from common.checkpoint.files import read_manifest
 from common.checkpoint.own import HOLDER, LOCK
-from common.checkpoint.secrets import differences, flags_of
+from common.flags.secrets import differences, flags_of
 from common.parallel.ranks import World, all_gather_objects, on_main
 
 FINISHED = "finished"

@@ -19,7 +19,8 @@ def linear_divergence(student: tuple[Tensor, Head], teacher: tuple[Tensor, Head]
     to [n], and autograd differentiates it. It sees n of the N tokens at a time, in forward and again in backward. V is
     the student's vocabulary: what the teacher's head has beyond it is padding, and is left out.
     """
-    (hidden, head), (other_hidden, other) = student, teacher
+    hidden, head = student
+    other_hidden, other = teacher
 
     def of_products(ours: Tensor, theirs: Tensor) -> Tensor:
         return divergence(_log_softmax(ours, head, temperature), _log_softmax(theirs, other, temperature))

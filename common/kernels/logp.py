@@ -62,7 +62,8 @@ class _LinearLogp(torch.autograd.Function):
                     del z                                                              # before the next tile is made
                 del head
         log_total = total.log()
-        logp, entropy = picked - top - log_total, log_total - moment / total
+        logp = picked - top - log_total
+        entropy = log_total - moment / total
         ctx.save_for_backward(hidden, weight, targets, top + log_total, entropy)
         ctx.settings = settings
         sum_p2 = squares / total.square() if with_sum_p2 else None
@@ -77,7 +78,8 @@ class _LinearLogp(torch.autograd.Function):
         temperature, softcap, logit_scale, _, tile = ctx.settings
         if grad_logp is None:                                                          # a loss of the entropy alone
             grad_logp = torch.zeros_like(entropy)
-        want_weight, dtype = ctx.needs_input_grad[1], accumulate_dtype(hidden)
+        want_weight = ctx.needs_input_grad[1]
+        dtype = accumulate_dtype(hidden)
         grad_hidden = torch.zeros_like(hidden, dtype=dtype)
         grad_weight = torch.empty_like(weight) if want_weight else None
         slope_of = _compiled(_slope) if hidden.is_cuda else _slope
@@ -163,7 +165,8 @@ class _Matmul:
     """Products of low-precision operands with a float32 result; plain products for float32 and float64."""
 
     def __init__(self, dtype: torch.dtype, fused: bool):
-        self.dtype, self.fused = dtype, fused
+        self.dtype = dtype
+        self.fused = fused
 
     def operand(self, x: Tensor) -> Tensor:
         return x.to(self.dtype)

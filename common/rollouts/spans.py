@@ -88,7 +88,8 @@ def check(sample: Sample, scores: str, ends: str) -> None:
         numbers = sample.extras.get(name)
         if not isinstance(numbers, list | tuple) or not all(math.isfinite(x) for x in numbers):
             raise ValueError(f"{where} {name} = {numbers!r:.80}, must be a list of numbers, one a span")
-    values, at = sample.extras[scores], sample.extras[ends]
+    values = sample.extras[scores]
+    at = sample.extras[ends]
     if len(values) != len(at):
         raise ValueError(f"{where} {len(values)} {scores} and {len(at)} {ends}, must be as many: a span has a score "
                          f"and an end")
@@ -105,7 +106,9 @@ def ends_of_tokens(sample: Sample, tokenizer: Any, prompt: list[int], response: 
     """The number of characters of `sample.text` up to the end of each token of the response. A special token that the
     text leaves out, such as the stop token, ends beyond the text."""
     special = special_tokens(tokenizer).tokens.values()
-    text, at, found = sample.text, 0, []
+    text = sample.text
+    at = 0
+    found = []
     for token, piece in zip(response.tokens, token_texts(tokenizer, prompt, response.tokens)):
         if not at and not text.startswith(piece):
             piece = piece.lstrip(" ")  # tokenizers like Llama 2's drop the first space of a text

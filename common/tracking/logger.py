@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from common.checkpoint.files import naming, sync
 from common.checkpoint.run_folder import check_holder
-from common.checkpoint.secrets import redacted
+from common.flags.secrets import redacted
 from common.parallel.ranks import World, check_at_least
 from common.tracking.health import HealthCheck
 

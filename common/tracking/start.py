@@ -7,8 +7,8 @@ from typing import Any
 
 import pyarrow.compute as pc
 
-from common.checkpoint.secrets import flags_of
 from common.dataset.store import PromptSet
+from common.flags.secrets import flags_of
 
 MOST_LR = 0.1
 """Each step of the optimizers here changes a weight by up to about the learning rate; most weights are below 0.1."""

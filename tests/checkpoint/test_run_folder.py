@@ -13,7 +13,7 @@ import pytest
 
 from common.checkpoint import files, run_folder
 from common.checkpoint.manager import SaveConfig
-from common.checkpoint.secrets import flags_of
+from common.flags.secrets import flags_of
 from common.tracking.logger import LogConfig, Tracker
 from tests.checkpoint.faulty import server
 from tests.checkpoint.test_faults import note

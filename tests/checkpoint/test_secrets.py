@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from common.checkpoint.secrets import flags_of, redacted
+from common.flags.secrets import flags_of, redacted
 from common.parallel.ranks import World
 from common.tracking.logger import LogConfig, Tracker
 from tests.conftest import ROOT

@@ -147,7 +147,7 @@ def test_an_episode_of_several_sequences_and_another_text_are_refused(tokenizer,
 
 def test_the_lists_come_from_the_workers_as_they_are(tokenizer, world):
     """Numbers survive the way from a reward worker, where lists are packed."""
-    from rewards.runtime.worker import packed, unpacked
+    from rewards.runtime.replies import packed, unpacked
 
     extras = {"step_scores": [0.1, 2.0], "step_ends": [3, 7]}
     way = unpacked(json.loads(json.dumps(packed({"score": 1.0, "extra": extras}))))["extra"]

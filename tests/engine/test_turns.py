@@ -12,11 +12,11 @@ from transformers import LlamaConfig
 
 from common import losses
 from common.batch import Batch
+from common.episodes.turns import to_units
 from common.parallel import ranks
 from common.prompts import Prompt
 from common.rollout import Layout, Response, Sample, to_minibatches
 from common.rollouts.gather import gather_rollout
-from common.rollouts.turns import to_units
 from grpo_variants import group_advantages, passk_advantages
 from tests.conftest import launch
 

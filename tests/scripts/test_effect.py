@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from common.checkpoint.effect import check_effect, conditions, help_texts, is_met
-from common.checkpoint.secrets import flags_of
+from common.flags.effect import check_effect, conditions, help_texts, is_met
+from common.flags.secrets import flags_of
 from tests.scripts.test_style import ALONE, OFFLINE, SCRIPTS
 
 PLACES = [*(name.removesuffix(".py") for name in (*SCRIPTS, *OFFLINE, *ALONE)), "tools.play"]
@@ -37,7 +37,7 @@ data.chosen-column data.rejected-column data.margin-column
 reward.num-workers reward.on-error reward.max-error-frac reward-model.path
 """
 """Flags that act under any others, or that a script's own check refuses, because more than other flags decides. A new
-flag is one of these, or its help has a sentence for common/checkpoint/effect.py."""
+flag is one of these, or its help has a sentence for common/flags/effect.py."""
 
 
 def flags(place: str) -> typing.Any:

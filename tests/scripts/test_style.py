@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import tyro
 
-from common.checkpoint.effect import check_effect
+from common.flags.effect import check_effect
 from tests.conftest import ROOT, launch
 
 NAMES = ("grpo", "ppo", "dapo", "rloo", "grpo_variants", "online_dpo", "async_grpo")  # they sample from the policy
@@ -565,7 +565,7 @@ def test_an_import_circle_is_found():
 # them need each other. Scripts are above all, rewards/ and envs/ import nothing of common/.
 LAYERS = ["run", "training", "rollouts", "episodes", "tracking", "checkpoint", "engine", "dataset", "losses",
           "correction", "rollout", "optim", "memory", "model", "forward", "kernels", "packing", "prompts", "metrics",
-          "segments", "parallel", "batch", "layout", "presets", "source"]
+          "segments", "parallel", "batch", "layout", "presets", "source", "flags"]
 
 
 def unit_of(module: str) -> str:

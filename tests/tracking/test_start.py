@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pyarrow as pa
 import pytest
 
-from common.checkpoint.secrets import flags_of
 from common.dataset.loaded import Loaded
 from common.dataset.store import PromptSet
+from common.flags.secrets import flags_of
 from common.model.optimizers import OptimConfig
 from common.prompts import DataConfig, Prompt
 from common.rollout import Sample

@@ -27,7 +27,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from common.checkpoint.secrets import flags_of
+from common.flags.secrets import flags_of
 
 SENTENCE = re.compile(r"(?:^|(?<=[.:;)] ))(Needs|Above 0 needs|Not with|Only for) (.+?)\.(?= |$)")
 OFF = ("none", "disabled", "{}")
