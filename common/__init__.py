@@ -11,17 +11,16 @@ policy sampled token t (its stop token included). The shift from the model's "ne
 place, `make_row` in common/forward/sequence_parallel.py.
 
 What a step means is in the files of this folder. Read them in this order: rollout, batch, packing, losses, segments,
-correction, kernels, metrics, optim, prompts, training, run. What makes it run is in the packages below (rollouts,
-engine, model, forward, source, parallel, dataset, checkpoint, tracking, layout); a file here names what it needs of
-them, and you need not open them. What a single script chooses from, such as the published losses, is in variants/,
-beside the scripts.
+correction, metrics, optim, prompts, training, run. What makes it run is in the packages below; a file here names what
+it needs of them, and you need not open them. What a single script chooses from, such as the published losses, is in
+variants/, beside the scripts.
 
 Files and packages are layers, and imports point downward only, those inside functions too;
 tests/scripts/test_style.py holds it. From the top: the scripts stand on run, and run on training. Below are rollouts,
-tracking and checkpoint, which follow a step from sampling to disk; then the engine, and the dataset. Next comes what a
-step is made of: losses, correction, rollout, and optim. Then memory, the model, its forward pass and the kernels that
-it calls. At the bottom is what knows no model: packing, prompts, metrics, segments, parallel, batch, layout, presets,
-source, each above the next.
+episodes, tracking and checkpoint, which follow a step from sampling to disk; then the engine, and the dataset. Next
+comes what a step is made of: losses, correction, rollout, and optim. Then memory, the model, its forward pass and the
+kernels that it calls. At the bottom is what knows no model: packing, prompts, metrics, segments, parallel, batch,
+layout, presets, source, flags, each above the next.
 
 Words, each with one meaning:
 
