@@ -264,7 +264,6 @@ def to_minibatches(rollout: Rollout, in_loss: Tensor, layout: Layout, step: int 
     plan = plan_step(sequences, layout.num_minibatches, world.size, layout.max_tokens, layout.seed, world.group_size)
     if skip_zero_advantage:
         batch.canary = torch.from_numpy(plan.is_canary[batch.number.numpy()])
-    batch = batch.select(torch.from_numpy(np.flatnonzero(plan.rank[batch.number.numpy()] >= 0)))
     batch = exchange(batch, plan.rank[batch.number.numpy()])
     minibatches = []
     for planned, left_out in zip(plan.minibatches, plan.left_out):

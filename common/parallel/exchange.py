@@ -22,14 +22,18 @@ class Field(NamedTuple):
 
 
 def exchange(batch: Batch, destination: np.ndarray | Tensor) -> Batch:
-    """Send response i of this rank's batch, on the CPU, to rank `destination[i]` [S_local]. Returns the responses that
-    arrive, by number.
+    """Send response i of this rank's batch, on the CPU, to rank `destination[i]` [S_local]; -1: to none. Returns the
+    responses that arrive, by number.
 
     Ranks first exchange their fields and sizes; then each rank sends one message to each rank. A rank may send or get
     nothing. Raises ValueError where ranks that send responses send different fields."""
     destination = torch.as_tensor(destination, dtype=torch.int64)
-    sizes_out = torch.bincount(destination, batch.lengths, dist.get_world_size()).long()        # tokens to each rank
-    batch = batch.select(destination.argsort())
+    order = destination.argsort(stable=True)
+    order = order[destination[order] >= 0]
+    if dist.get_world_size() == 1:
+        return batch.select(order[batch.number[order].argsort()])
+    batch = batch.select(order)
+    sizes_out = torch.bincount(destination[order], batch.lengths, dist.get_world_size()).long()     # tokens to each
     mine = {}
     for name, (values, per) in batch.present().items():
         mine[name] = Field(values.dtype, values.shape[1:], per)
