@@ -1,1 +1,1 @@
-"""Sets of flags by the names that other projects give them."""
+"""The flags of the correction, and the sets of them that have a name in other projects."""

@@ -1,1 +1,1 @@
-"""From prompts to scored responses: episodes, scoring, steps in flight, turns, validation, what is recorded."""
+"""From prompts to scored responses: episodes, scoring, steps in flight, validation, what is recorded."""
