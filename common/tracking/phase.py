@@ -57,16 +57,17 @@ class Phase:
         where the mask is True, canaries left out. In the phase update_actor all of them are kept for the recorded
         rollouts."""
         self.outputs.append((microbatch, output.detach()))
+        mask = microbatch.measured
         found = {name: values.detach() for name, values in (stats or {}).items()}
         for name, values in found.items():
-            self.run.meter.mean(name, values, microbatch.measured)
+            self.run.meter.mean(name, values, mask)
         if entropy is not None:
-            self.run.meter.mean(f"{self.model}/entropy", entropy, microbatch.measured)
+            self.run.meter.mean(f"{self.model}/entropy", entropy, mask)
             found["entropy"] = entropy.detach()
         if self.model == "actor":
             changed = self.run.policy.router_changed  # by --policy.router-replay
             if changed is not None:
-                self.run.meter.mean("actor/router_changed", changed, microbatch.measured)
+                self.run.meter.mean("actor/router_changed", changed, mask)
             microbatch.last_pass = found | {"logp": output.detach()}
         self._count()
 
