@@ -43,7 +43,7 @@ POINTS = {
     "log": "common.tracking.logger Tracker.log",
     "save": "common.checkpoint.manager Checkpoints._save",
     "write": "common.checkpoint.state save_file",
-    "checksum": "common.checkpoint.manager crc32",
+    "checksum": "common.checkpoint.files crc32",
     "manifest": "common.checkpoint.manager write_manifest",
     "rename": "pathlib Path.rename",
     "prune": "shutil rmtree",

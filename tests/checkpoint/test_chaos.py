@@ -1,11 +1,12 @@
 """The short version of `make chaos`: one tiny run of one rank, killed at random instants."""
 
+import importlib
 import signal
 
 import pytest
 
 from tests.checkpoint.chaos import Chaos, main
-from tests.checkpoint.faulty import LIKE_TORCHRUN, server
+from tests.checkpoint.faulty import LIKE_TORCHRUN, POINTS, server
 
 
 @pytest.mark.sweep
@@ -13,6 +14,16 @@ def test_a_run_that_is_killed_at_random_instants_ends_as_if_it_had_not_been(caps
     main(Chaos(kills=2, two_rank_kills=0, seed=5))
     out = capsys.readouterr().out
     assert "2 kills in " in out and out.count("**the same as undisturbed**") >= 1
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_point_of_a_fault_is_in_the_code(point):
+    """A fault that is never reached would prove nothing."""
+    module, path = POINTS[point].split()
+    owner = importlib.import_module(module)
+    for attribute in path.split("."):
+        owner = getattr(owner, attribute)
+    assert callable(owner)
 
 
 def test_like_torchrun_the_warm_server_ends_all_ranks_when_one_fails(tmp_path):
