@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Self
 
+import torch
 from torch import Tensor
 
 from common.correction import CorrectionConfig
@@ -21,7 +22,7 @@ from common.memory.offload import Offload, OffloadConfig
 from common.metrics import Meter
 from common.model.policy import PackedModel
 from common.model.reward_model import RewardModel, RewardModelConfig
-from common.parallel.ranks import all_gather_objects, on_main, print_on_main, seed_of
+from common.parallel.ranks import on_main, print_on_main, seed_of
 from common.prompts import DataConfig
 from common.rollout import Layout, Minibatch, Rollout, to_minibatches
 from common.rollouts.episodes import start_episodes
@@ -139,11 +140,8 @@ class Run(Training):
     ) -> PendingRollout | RemoteRollout:
         """Sample responses to these rows; scoring of each one starts as it ends. With --rollout.in-flight, the same
         number of responses; those begun in earlier steps come first. `seed`: the step's number, and perhaps more; a
-        second call with the same seed and flags would sample the same responses, and raises ValueError, as do rows
-        that differ between ranks."""
-        if len({*all_gather_objects(seed_of(*rows))}) > 1:
-            raise ValueError("run.sample: the rows differ between ranks: take them from run.next_rows, or draw them "
-                             "with the same seed on all ranks, np.random.default_rng(seed_of(args.seed, step, NAME))")
+        second call with the same seed and flags would sample the same responses, and raises ValueError. Rows that
+        differ between ranks are refused by `collect`."""
         self.engine.must_be(True, "asleep: call run.metrics |= engine.wake(policy) before run.sample")
         num_responses = len(self.engine.local_prompts(len(rows))) * num_samples
         source = RolloutSource(self.engine, self.scoring, self.train_set, self.checkpoints.stopping)
@@ -156,6 +154,7 @@ class Run(Training):
                 pending = continue_rollout(source, request, self.script_state, self.sampler, self.meter)
             else:
                 pending = start_rollout(source, request)
+                pending.rows = rows
             # a safe point, and the slowest engine ends the phase: its seconds are those of all tokens
             self.checkpoints.check()
         pending.step = self.step
@@ -179,6 +178,9 @@ class Run(Training):
             rollout = pending.collect(self.meter if meter is None else meter)
         if must_sleep:
             self.engine.wake(self.engine.policy)
+        if pending.rows and not torch.equal(rollout.row, torch.tensor(pending.rows)[rollout.group]):
+            raise ValueError("run.sample: the rows differ between ranks: take them from run.next_rows, or draw them "
+                             "with the same seed on all ranks, np.random.default_rng(seed_of(args.seed, step, NAME))")
         self.num_sampled_tokens += float(rollout.response_lengths.sum())
         return rollout
 

@@ -145,6 +145,8 @@ class PendingRollout:
         self.sampling = sampling
         self.step = -1
         """The training step in which they were sampled; -1: none."""
+        self.rows: Sequence[int] = ()
+        """The rows of all groups, as this rank gave them to `run.sample`; none: groups of several steps."""
 
     def score(self, i: int, response: Response, reply: dict[str, Any] | None = None) -> None:
         """Hand response `i` of this engine to the scorers; each rank of the engine does that for its share. `reply`: an
@@ -264,6 +266,7 @@ class RemoteRollout:
         self.bridge = bridge
         self.data = data
         self.made = made
+        self.rows: Sequence[int] = ()
 
     def collect(self, meter: Meter) -> Rollout:
         for name, value in self.made["metrics"].items():

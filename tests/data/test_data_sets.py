@@ -677,6 +677,7 @@ def test_a_corpus_of_others_is_not_replaced(tmp_path, monkeypatch):
 
 def test_ctrl_c_ends_a_script_without_a_traceback(tmp_path):
     script = f"import sys; sys.path.insert(0, {str(ROOT / 'data')!r}); import verl_rows, os, signal, time\n" \
+             "signal.signal(signal.SIGINT, signal.default_int_handler)\n" \
              "def main():\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(20)\nverl_rows.run(main)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

@@ -292,8 +292,7 @@ CANARY = ("error: a response whose advantage is 0 has a gradient, and others lik
 def test_a_gradient_on_what_was_left_out_ends_the_first_wrong_step(start, fork, wrong_step, ranks):
     """Before its optimizer step, on whichever rank it is."""
     done = start(fork, "--reward.function", PROCESS, *UNSAVED, ranks=ranks, check=False)
-    lines = [line.removeprefix("[rank 0] ").removeprefix("[rank 1] ") for line in done.stderr.splitlines()]
-    assert done.returncode and CANARY in lines, done.stderr
+    assert done.returncode and CANARY in done.stderr, done.stderr      # ranks may write into one line
     assert len(re.findall(r"^step +\d", done.stdout, re.M)) == wrong_step - 1
 
 

@@ -13,13 +13,12 @@ import grpo
 import grpo_variants
 import rloo
 from tests.conftest import FAST_DTYPE, ROOT, TRAIN, VAL, launch, launch_all, make_tiny_llama
+from tests.forks.patches import careless
 
 REWARD = ROOT / "tests/scripts/reward_by_length.py"
 TINY = ("--data.max-prompt-length", "200", "--rollout.engine", "hf", "--policy.compute-dtype", "float32",
         "--prompts-per-step", "4", "--samples-per-prompt", "3", "--rollout.max-response-length", "6", "--optim.lr",
         "1e-3", "--reward.num-workers", "1", "--total-steps", "2")
-FORK = ("--total-steps", "1", "--minibatches-per-step", "2", "--optim.lr", "5e-3", "--reward.function",
-        f"{REWARD}:compute_score")
 
 
 @pytest.fixture(scope="session")
@@ -273,39 +272,6 @@ def test_broken_weights_are_refused_with_the_sample(tiny, tmp_path):
     assert len(metrics_of(tmp_path)) == 1
 
 
-def forks() -> list[tuple[str, str]]:
-    """(title, diff) of each fork in docs/forks.md."""
-    return re.findall(r"## (.*?)\n.*?```diff\n(.*?)```", (ROOT / "docs/forks.md").read_text(), re.S)
-
-
-def apply(diff: str, source: str) -> str:
-    for hunk in re.split(r"^@@.*@@.*\n", diff, flags=re.M)[1:]:
-        old = "".join(line[1:] + "\n" for line in hunk.splitlines() if not line.startswith("+"))
-        new = "".join(line[1:] + "\n" for line in hunk.splitlines() if not line.startswith("-"))
-        assert source.count(old) == 1, old
-        source = source.replace(old, new)
-    return source
-
-
-@pytest.fixture(scope="session")
-def unchanged(tiny, tmp_path_factory) -> dict[str, float]:
-    """The first step of grpo.py itself."""
-    run = tmp_path_factory.mktemp("unchanged")
-    launch("grpo.py", *tiny, *FORK, "--run-dir", run, warm=True)
-    return metrics_of(run)[0]
-
-
-@pytest.mark.parametrize(("title", "diff"), forks()[:3])              # tests/forks/ has the others
-def test_the_forks_of_the_docs_run(unchanged, tiny, tmp_path, title, diff):
-    """Exactly the documented change, applied to a copy of grpo.py, trains on the same rollout with another gradient."""
-    mine = tmp_path / "mine.py"
-    mine.write_text(apply(diff, (ROOT / "grpo.py").read_text()))
-    launch(mine, *tiny, *FORK, "--run-dir", tmp_path / "run", warm=True)
-    first = metrics_of(tmp_path / "run")[0]
-    assert first["critic/rewards/mean"] == unchanged["critic/rewards/mean"]
-    assert 0 < first["actor/grad_norm"] != pytest.approx(unchanged["actor/grad_norm"], rel=1e-4)
-
-
-def test_the_readmes_fork_is_the_first_one():
+def test_the_readmes_fork_is_one_that_is_tested():
     (change,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    assert f"+{change}" in forks()[0][1]
+    assert f"+{change}" in careless()["by_length"]
