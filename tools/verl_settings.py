@@ -203,11 +203,13 @@ def shell_commands(
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True,
         )
         os.close(held)
+        all_ended = select.poll()                                       # select() takes no descriptor above 1,023
+        all_ended.register(left, select.POLLIN)                         # readable once all have closed `held`
         try:
             bash.wait(TIME_LIMIT_S)
-            in_time, _, _ = select.select([left], [], [], BACKGROUND_S)     # readable once all have closed `held`
+            in_time = bool(all_ended.poll(1000 * BACKGROUND_S))
         except subprocess.TimeoutExpired:
-            in_time = [left]                                            # its exit code will say that it was ended
+            in_time = True                                              # its exit code will say that it was ended
         finally:
             with contextlib.suppress(ProcessLookupError):               # nothing is left
                 os.killpg(bash.pid, signal.SIGKILL)

@@ -104,8 +104,10 @@ class Watchdog:
         self.heard = heard
 
     def _run(self, pipe: int) -> None:
+        signals = select.poll()  # select() takes no descriptor above 1,023, and many ranks have many sockets
+        signals.register(pipe, select.POLLIN)
         while True:
-            ready, _, _ = select.select([pipe], [], [], 0.5)
+            ready = signals.poll(500)  # ms
             if not ready:
                 self.seconds += 0.5
             phase, begin = self.current

@@ -86,14 +86,15 @@ class Process:
         """What it writes of where it hangs."""
         written = b""
         end = time.monotonic() + DUMP_S
+        reports = select.poll()  # select() takes no descriptor above 1,023
+        reports.register(self.connection, select.POLLIN)
         with contextlib.suppress(ProcessLookupError, ConnectionResetError):  # it has died; with something unread
             os.kill(self.pid, signal.SIGUSR2)
             while True:
                 left = end - time.monotonic()
                 if left <= 0:
                     break
-                readable, _, _ = select.select([self.connection], [], [], left)
-                if not readable:
+                if not reports.poll(1000 * left):
                     break
                 data = os.read(self.connection.fileno(), 2**16)
                 if not data:

@@ -1,10 +1,14 @@
 """Ranks that report their phases and watch each other: who is ended, who is not, what is said. Rank 0 has the store."""
 
 import re
+import signal
+import subprocess
+import sys
 
 import pytest
 
 from tests.checkpoint.faulty import LIKE_TORCHRUN, server
+from tests.conftest import ROOT
 
 SILENT_S = "6"                                          # users wait for longer
 
@@ -84,3 +88,23 @@ def test_ranks_that_are_not_silent_are_left_alone(case, tmp_path):
 
 def test_one_rank_watches_nobody(tmp_path):
     assert ranks_that("late", tmp_path, ranks=1) == ([0], "rank 0 leaves\nrank 0 has left\n")
+
+
+def test_a_signal_is_heard_beside_more_descriptors_than_select_takes():
+    """Of hundreds of ranks each has a socket to each other one."""
+    code = """
+import os, resource, signal, time
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+held = [os.dup(0) for _ in range(1100)]
+from common.checkpoint.signals import Watchdog
+watchdog = Watchdog(600.0)
+os.kill(os.getpid(), signal.SIGUSR1)
+end = time.monotonic() + 60
+while not watchdog.signal and time.monotonic() < end:
+    time.sleep(0.01)
+print(int(watchdog.signal), flush=True)
+os._exit(0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == f"{signal.SIGUSR1}\n", done.stderr
