@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from common.checkpoint.files import FILES as FILES_FORM
-from common.checkpoint.files import MANIFEST, crc32, has_form, is_folder, read_checkpoint, read_manifest, read_regular, remove
+from common.checkpoint.files import (
+    MANIFEST,
+    crc32,
+    has_form,
+    is_folder,
+    read_checkpoint,
+    read_manifest,
+    read_regular,
+    remove,
+)
 from common.flags.secrets import flags_of
 
 MARK = "plainrl.json"
@@ -114,10 +123,8 @@ def check_run_folder(args: Any) -> None:
 
 
 def has_checkpoints(run_dir: Path) -> bool:
-    for manifest in run_dir.glob(f"checkpoints/step_*/{MANIFEST}"):
-        if read_checkpoint(manifest.parent):
-            return True
-    return False
+    manifests = run_dir.glob(f"checkpoints/step_*/{MANIFEST}")
+    return any(read_checkpoint(path.parent) for path in manifests)
 
 
 def paths_in(value: Any) -> list[Path]:

@@ -145,7 +145,9 @@ class Watchdog:
         """Seconds after which a rank with this last report is gone."""
         if report.startswith("rank"):
             return 4.0  # the process that made a last report has them to end, so that torchrun's own report names it
-        if "in phase 'setup" in report and self.silent_s >= SILENT_S:
+        if self.silent_s < SILENT_S:
+            return self.silent_s
+        if "in phase 'setup" in report:
             return 15 * self.silent_s  # the import of a package from a slow disk keeps Python's lock
         return self.silent_s
 
