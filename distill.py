@@ -152,13 +152,13 @@ def compare(microbatch: Batch, teachers: Sequence[Any], heads: list[Head], args:
         return DIVERGENCES[args.divergence](logp, logq, args.beta)
 
     def of_all(hidden: Tensor, head: Head) -> Tensor:                                           # -> [N]
-        if len(found) == 1:                         # sequence parallel may have cut N, then `of_token` is too long
+        if len(found) == 1:         # sequence parallel may have cut N, and then `of_token` is too long
             return linear_divergence((hidden, head), found[0], divergence, args.rollout.temperature)
         parts = []
         for number, theirs in enumerate(found):
             own = of_token == number                                                            # [N] bool
             parts.append(linear_divergence((hidden[own], head), theirs, divergence, args.rollout.temperature))
-        by_teacher = of_token.argsort(stable=True)              # the tokens in the order in which `parts` have them
+        by_teacher = of_token.argsort(stable=True)      # the tokens in the order in which `parts` have them
         return torch.cat(parts)[by_teacher.argsort()]
 
     return of_all
@@ -219,7 +219,7 @@ def main(args: Args) -> None:
             # the loss is on every token that was sampled: the stop token, and all of a truncated response
             # the divergence needs no score: what --rollout.drop takes out is known by how the episode ended
             is_dropped = [sample.response.end_reason in args.rollout.drop for _, sample, *_ in rollout.sequences()]
-            is_dropped_token = torch.tensor(is_dropped, dtype=torch.bool)[rollout.batch.sequence_ids]       # [T]
+            is_dropped_token = torch.tensor(is_dropped, dtype=torch.bool)[rollout.batch.sequence_ids]   # [T]
             in_loss = ~rollout.any_token(is_dropped_token)                                      # [S]
             minibatches = run.to_minibatches(rollout, in_loss, args.minibatches_per_step, max_tokens, step)
 

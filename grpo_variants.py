@@ -111,10 +111,9 @@ def check(args: Args) -> LossSettings:
     if bool(args.reward_components) != (args.advantage == "gdpo"):
         raise ValueError(f"--reward-components {args.reward_components} go with --advantage gdpo, which needs them")
     has_units = args.advantage_per_step or args.advantage_per_role
-    if args.advantage == "gdpo":
-        if has_units or args.norm_by_std is not None:
-            raise ValueError("--advantage gdpo has no rewards per turn or role and always divides: leave out "
-                             "--advantage-per-step, --advantage-per-role and --norm-by-std")
+    if args.advantage == "gdpo" and (has_units or args.norm_by_std is not None):
+        raise ValueError("--advantage gdpo has no rewards per turn or role and always divides: leave out "
+                         "--advantage-per-step, --advantage-per-role and --norm-by-std")
     if args.teacher and not (args.kl_loss_coef or args.kl_reward_coef):
         raise ValueError(f"--teacher {args.teacher} has no effect without a KL: set --kl-loss-coef (or "
                          f"--kl-reward-coef)")
@@ -174,7 +173,7 @@ def decoupled_rewards(rollout: Rollout, rewards: Tensor, factors: dict[str, floa
     mine = []                                                       # of this rank's responses that have a score
     for sample in rollout.samples:
         if math.isfinite(sample.score):
-            numbers = [sample.extras.get(name) for name in factors]
+            numbers = [*map(sample.extras.get, factors)]
             mine.append((sample.index, sample.row, numbers))
     values = torch.full((len(factors), len(rollout)), torch.nan, dtype=torch.float64)
     for index, row, numbers in sorted(chain(*all_gather_objects(mine))):

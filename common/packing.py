@@ -157,7 +157,7 @@ def _plan_minibatch(members: np.ndarray, sequences: Sequences, world_size: int, 
     for share in shares:
         # each unit that is too long by itself, and as few micro-batches as the tokens of the others allow
         count = max(count, math.ceil(np.minimum(tokens[share], max_tokens).sum() / max_tokens))
-    packed = _pack_shares(shares, tokens, costs, count, max_tokens)                             # [group][micro-batch]
+    packed = _pack_shares(shares, tokens, costs, count, max_tokens)             # [group][micro-batch]
     most = max(map(len, packed))
     if most > count:                                        # first-fit needed more; all ranks fit in `most`
         packed = _pack_shares(shares, tokens, costs, most, max_tokens)
@@ -210,7 +210,7 @@ def _units(members: np.ndarray, sequences: Sequences, max_tokens: int) -> list[t
                 units.append((tokens, np.array(unit)))
                 unit = []
             if not unit:
-                tokens = int(sequences.prompt_lengths[i])                                       # once for all of them
+                tokens = int(sequences.prompt_lengths[i])                       # once for all of them
             tokens += own
             unit.append(i)
         units.append((tokens, np.array(unit)))

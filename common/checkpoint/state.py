@@ -6,6 +6,7 @@ rank 0 gathers an entry of every tensor from every rank, which takes minutes wit
 """
 
 import json
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,17 @@ FILE_BYTES = 2**30
 """About the size of a file of several tensors. All of a file's tensors are copied to the host together."""
 Parts = dict[str, tuple[Any, torch.optim.Optimizer]]
 """The models that a run trains: {"policy": (policy, optimizer)}, with a critic {"critic": (critic, optimizer)} too."""
+
+
+def fingerprint(state: Any) -> tuple[int, float]:
+    """Of JSON: a checksum of all but its floats, and the sum of these: ranks on other CPUs may round otherwise."""
+    floats: list[float] = []
+
+    def take_out(text: str) -> None:
+        floats.append(abs(float(text)))
+
+    rest = json.loads(json.dumps(state, sort_keys=True), parse_float=take_out)
+    return zlib.crc32(json.dumps(rest).encode()), sum(floats)
 
 
 def tensors_of(parts: Parts) -> dict[str, Tensor]:

@@ -29,7 +29,8 @@ def batch_line(sizes: Sequence[int], max_tokens: int, longest: int, ranks: int) 
 def kernels_line(config: ModelConfig, hf_config: PretrainedConfig, device: torch.device) -> str:
     """Where the models run, and with which kernels."""
     where = device.type
-    if where == "cpu" and config.compute_dtype == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    is_bfloat16_on_cpu = where == "cpu" and config.compute_dtype == "bfloat16"
+    if is_bfloat16_on_cpu and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         where = "cpu, which emulates it (--policy.compute-dtype float32 is several times as fast)"
     attention = choose_attention(device, hf_config, config)
     liger = "off"
