@@ -126,9 +126,7 @@ def sample(run: Run, bridge: Bridge) -> None:
             bridge.send(receive_weights(engine, bridge, asked))
             continue
         start = time.perf_counter()
-        data = run.train_set
-        if asked.with_greedy:                                         # only validation has greedy responses
-            data = run.val_set
+        data = run.val_set if asked.with_greedy else run.train_set    # only validation has greedy responses
         engine._wake_cache()                                    # no prefixes of a validation, as after engine.wake
         pending = start_rollout(RolloutSource(engine, run.scoring, data, bridge.has_message), asked)
         has_ended, gen_s = all_max([bridge.has_message(), time.perf_counter() - start]).tolist()    # of all samplers
@@ -168,18 +166,14 @@ def main(args: Args) -> None:
         engine.bridge = bridge  # type: ignore[attr-defined]
         policy, optimizer = run.load_policy("policy", args.model, args.optim)
         reference = run.load_frozen("reference", reference_path) if reference_path else None
-        corrected = "NOT corrected (--correction.weights token)"
-        if correction.covers_cut_sampling:
-            corrected = "corrected"
         run.describe(
             f"clip {args.clip_low:g} {args.clip_high:g} {args.clip_dual:g}, norm by std {args.norm_by_std}; "
             f"KL coef {args.kl_loss_coef:g}, entropy coef {args.entropy_coef:g}; responses of "
-            f"{args.samplers} sampler(s), up to {args.max_staleness} step(s) old, {corrected}",
+            f"{args.samplers} sampler(s), up to {args.max_staleness} step(s) old, "
+            f"{'corrected' if correction.covers_cut_sampling else 'NOT corrected (--correction.weights token)'}",
             P, G, args.minibatches_per_step, args.epochs_per_step,
         )
-        ahead: list = []
-        for made in run.resume().get("ahead", []):
-            ahead.append(RemoteRollout(bridge, run.train_set, made))
+        ahead: list = [RemoteRollout(bridge, run.train_set, made) for made in run.resume().get("ahead", [])]
         for step in run.steps():
             # 1 rollout: the samplers get this step's weights, and begin the rollout of a later step
             run.metrics |= engine.wake(policy)
