@@ -128,12 +128,11 @@ def resolve_loss(args: Args) -> LossSettings:
                    "aggregation": args.aggregation}
     given = {}
     for name, value in flags.items():
-        if value is None:
-            continue
-        if getattr(default, name) is None:
-            flag = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{flag} {value}: the loss {args.loss} has no such bound; leave it out")
-        given[name] = value
+        if value is not None:
+            given[name] = value
+            if getattr(default, name) is None:
+                flag = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{flag} {value}: the loss {args.loss} has no such bound; leave it out")
     settings = default._replace(**given, numbers=default.numbers | args.loss_numbers, name=args.loss)
     for number, value in settings.numbers.items():
         if number not in default.numbers or value <= 0:

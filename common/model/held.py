@@ -76,8 +76,8 @@ class Models:
 
     def check_frozen(self) -> None:
         """Raises RuntimeError if one of them has others now. A script may have dropped some."""
-        for name in self.num_changes_before.keys() & self.models.keys():
-            if num_changes(self.models[name]) != self.num_changes_before[name]:
+        for name, before in self.num_changes_before.items():
+            if name in self.models and num_changes(self.models[name]) != before:
                 raise RuntimeError(f"this script has changed the weights of {name}, which no checkpoint holds: load it "
                                    f"with run.load_average (float32, for an average over steps), or with "
                                    f"run.load_frozen(..., is_saved=True) (for copies of other weights)")
