@@ -33,6 +33,7 @@ from common.correction import importance_weights, reject_and_weight, resolve_cor
 from common.engine.make import check_sizes
 from common.kernels import Head, linear_divergence
 from common.metrics import spread
+from common.rollout import Rollout
 from common.rollouts.answers import answers_of
 from common.run import Run, RunArgs
 from common.segments import group_mean
@@ -84,8 +85,14 @@ def check(args: Args) -> dict[str, str]:
         epochs_per_step=args.epochs_per_step, total_steps=args.total_steps,
         max_tokens_per_gpu=args.max_tokens_per_gpu or 1,
     )
-    losses.check_group(args.samples_per_prompt, 2 if args.reward_coef else 1)
-    paths = {source: path for source, _, path in (text.rpartition("=") for text in args.teacher)}
+    least_samples = 1
+    if args.reward_coef:                            # an advantage is relative to the others of the group
+        least_samples = 2
+    losses.check_group(args.samples_per_prompt, least_samples)
+    paths = {}
+    for text in args.teacher:
+        source, _, path = text.rpartition("=")
+        paths[source] = path
     if not paths or len(paths) < len(args.teacher) or ("" in paths and len(paths) > 1):
         raise ValueError(f"--teacher {' '.join(args.teacher)} must be one model, or several DATA_SOURCE=PATH, one for "
                          f"each data_source")
@@ -128,24 +135,44 @@ def compare(microbatch: Batch, teachers: Sequence[Any], heads: list[Head], args:
         if len(teachers) > 1:
             own = (of_sequence == number).nonzero()[:, 0]                                       # [S']
             # without a sequence of its own it reads a dummy: FSDP's collectives must match on all ranks
-            part = microbatch.select(own) if len(own) else microbatch.dummy()
+            part = microbatch.dummy()
+            if len(own):
+                part = microbatch.select(own)
         found.append((teacher.hidden_states(part), head))
         teacher.free_unsharded()
 
     def divergence(logp: Tensor, logq: Tensor) -> Tensor:                                       # [n, V] each -> [n]
         if args.top_k:
-            words = (logq if args.top_k_of == "teacher" else logp).topk(min(args.top_k, logp.shape[1])).indices
-            logp, logq = logp.gather(1, words), logq.gather(1, words)
+            ranked = logp
+            if args.top_k_of == "teacher":
+                ranked = logq
+            words = ranked.topk(min(args.top_k, logp.shape[1])).indices                         # [n, k]
+            logp = logp.gather(1, words)
+            logq = logq.gather(1, words)
         return DIVERGENCES[args.divergence](logp, logq, args.beta)
 
     def of_all(hidden: Tensor, head: Head) -> Tensor:                                           # -> [N]
-        # with one teacher, sequence parallel may have cut N
-        rows: list[Any] = [of_token == number for number in range(len(found))] if len(found) > 1 else [slice(None)]
-        parts = [linear_divergence((hidden[own], head), theirs, divergence, args.rollout.temperature)
-                 for own, theirs in zip(rows, found)]
-        return torch.cat(parts)[of_token.argsort(stable=True).argsort()] if len(found) > 1 else parts[0]
+        if len(found) == 1:         # sequence parallel may have cut N, and then `of_token` is too long
+            return linear_divergence((hidden, head), found[0], divergence, args.rollout.temperature)
+        parts = []
+        for number, theirs in enumerate(found):
+            own = of_token == number                                                            # [N] bool
+            parts.append(linear_divergence((hidden[own], head), theirs, divergence, args.rollout.temperature))
+        by_teacher = of_token.argsort(stable=True)      # the tokens in the order in which `parts` have them
+        return torch.cat(parts)[by_teacher.argsort()]
 
     return of_all
+
+
+def teachers_of(rollout: Rollout, paths: dict[str, str]) -> Tensor:
+    """The number of the teacher of each sequence of this rank's batch: [S] int64."""
+    numbers = []
+    for _, sample, *_ in rollout.sequences():
+        number = 0
+        if len(paths) > 1:
+            number = list(paths).index(sample.prompt.data_source)
+        numbers.append(number)
+    return torch.tensor(numbers, dtype=torch.int64)
 
 
 def answers_as_sampled(microbatch: Batch, logp: Tensor, num_sampled: int) -> None:
@@ -186,16 +213,14 @@ def main(args: Args) -> None:
             rewards = rollout.scores                                                            # [S] NaN: no reward
             advantages = args.reward_coef * (rewards - group_mean(rewards, rollout.group)).nan_to_num()     # [S]
             rollout.batch.advantage = rollout.to_tokens(advantages)                             # [T] of this rank
-            teacher_of = [list(paths).index(sample.prompt.data_source) if len(paths) > 1 else 0
-                          for _, sample, *_ in rollout.sequences()]
-            rollout.batch.response_extra["teacher"] = torch.tensor(teacher_of, dtype=torch.int64)
+            rollout.batch.response_extra["teacher"] = teachers_of(rollout, paths)               # [S]
 
             # 3 mini-batches: each response moves to the rank that trains on it
             # the loss is on every token that was sampled: the stop token, and all of a truncated response
             # the divergence needs no score: what --rollout.drop takes out is known by how the episode ended
-            ends = [sample.response.end_reason for _, sample, *_ in rollout.sequences()]        # "": it was no episode
-            is_dropped = torch.tensor([end in args.rollout.drop for end in ends], dtype=torch.bool)
-            in_loss = ~rollout.any_token(is_dropped[rollout.batch.sequence_ids])                # [S]
+            is_dropped = [sample.response.end_reason in args.rollout.drop for _, sample, *_ in rollout.sequences()]
+            is_dropped_token = torch.tensor(is_dropped, dtype=torch.bool)[rollout.batch.sequence_ids]   # [T]
+            in_loss = ~rollout.any_token(is_dropped_token)                                      # [S]
             minibatches = run.to_minibatches(rollout, in_loss, args.minibatches_per_step, max_tokens, step)
 
             # 4 log-probs: the old policy's, where the correction needs them; the teachers' heads

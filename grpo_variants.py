@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing import errors
@@ -28,12 +27,12 @@ from common.correction import importance_weights, reject_and_weight, resolve_cor
 from common.engine.make import check_sizes
 from common.episodes.turns import check_turns, to_units
 from common.metrics import spread
-from common.model.policy import Policy
-from common.parallel.ranks import all_gather_objects, all_sum, seed_of
+from common.parallel.ranks import all_gather_objects
 from common.rollout import Rollout, scatter_fields, sum_per_response
 from common.run import Run, RunArgs
-from common.segments import group_lead, group_mean, group_std, moments, whiten
-from variants.losses import LOSSES, LossSettings, PolicyLoss, Tokens, ppo
+from common.segments import group_lead, group_mean, group_std, whiten
+from variants.losses import LOSSES, LossSettings, PolicyLoss
+from variants.selection import SELECTED, select
 
 
 @dataclass
@@ -125,20 +124,28 @@ def resolve_loss(args: Args) -> LossSettings:
     """The flags that were given, and for the others the values of the loss's paper. Raises ValueError for a bound or
     number that the loss does not have, or one that cannot be meant."""
     default = LOSSES[args.loss]
-    given: dict = {"clip_low": args.clip_low, "clip_high": args.clip_high, "clip_dual": args.clip_dual,
-             "aggregation": args.aggregation}
-    given = {name: value for name, value in given.items() if value is not None}
-    for name, value in given.items():
-        if getattr(default, name) is None:
-            flag = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{flag} {value}: the loss {args.loss} has no such bound; leave it out")
+    flags: dict = {"clip_low": args.clip_low, "clip_high": args.clip_high, "clip_dual": args.clip_dual,
+                   "aggregation": args.aggregation}
+    given = {}
+    for name, value in flags.items():
+        if value is not None:
+            given[name] = value
+            if getattr(default, name) is None:
+                flag = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{flag} {value}: the loss {args.loss} has no such bound; leave it out")
     settings = default._replace(**given, numbers=default.numbers | args.loss_numbers, name=args.loss)
     for number, value in settings.numbers.items():
         if number not in default.numbers or value <= 0:
             raise ValueError(f"--loss-numbers {number} {value:g}: must be above 0, and --loss {args.loss} has only "
                              f"these: {', '.join(default.numbers) or 'none'}")
-    low, high, dual = settings.clip_low, settings.clip_high, settings.clip_dual
-    losses.check_clip(low or 0.0, high if high is not None else math.inf, math.inf if dual is None else dual)
+    low = settings.clip_low or 0.0
+    high = settings.clip_high
+    if high is None:
+        high = math.inf
+    dual = settings.clip_dual
+    if dual is None:
+        dual = math.inf
+    losses.check_clip(low, high, dual)
     return settings
 
 
@@ -151,7 +158,10 @@ def group_advantages(rewards: Tensor, group: Tensor, norm_by_std: bool) -> Tenso
 def passk_advantages(rewards: Tensor, group: Tensor, norm_by_std: bool) -> Tensor:
     """Pass@k objective (Tang et al. 2025, arXiv 2503.19595): the best response of a group gets its lead over the second
     best, others 0 (tie: all 0)."""
-    return group_lead(rewards, group) / (group_std(rewards, group) + 1e-6 if norm_by_std else 1.0)
+    lead = group_lead(rewards, group)                                                           # [S]
+    if norm_by_std:
+        lead = lead / (group_std(rewards, group) + 1e-6)
+    return lead
 
 
 def decoupled_rewards(rollout: Rollout, rewards: Tensor, factors: dict[str, float]) -> Tensor:
@@ -159,8 +169,11 @@ def decoupled_rewards(rollout: Rollout, rewards: Tensor, factors: dict[str, floa
     Components are numbers that the reward function returned beside its score; `factors`: by their names. [S] on every
     rank; NaN where `rewards` [S] are: these responses (no score, rejected) are in no group. All ranks call this
     together. Raises ValueError, naming the row, where a component is missing."""
-    scored = [sample for sample in rollout.samples if math.isfinite(sample.score)]
-    mine = [(sample.index, sample.row, [sample.extras.get(name) for name in factors]) for sample in scored]
+    mine = []                                                       # of this rank's responses that have a score
+    for sample in rollout.samples:
+        if math.isfinite(sample.score):
+            numbers = [*map(sample.extras.get, factors)]
+            mine.append((sample.index, sample.row, numbers))
     values = torch.full((len(factors), len(rollout)), torch.nan, dtype=torch.float64)
     for index, row, numbers in sorted(chain(*all_gather_objects(mine))):
         for k, (name, number) in enumerate(zip(factors, numbers)):
@@ -168,9 +181,13 @@ def decoupled_rewards(rollout: Rollout, rewards: Tensor, factors: dict[str, floa
                 raise ValueError(f"row {row} of --train-data: the reward function returned {name} = {number!r:.80}, "
                                  f"must be a number (--reward-components)")
             values[k, index] = number
-    values, group = values.where(~rewards.isnan(), torch.nan), rollout.group
-    centred = [(x - group_mean(x, group)) / (group_std(x, group) + 1e-6) for x in values]       # [S] each
-    return sum(factor * x for factor, x in zip(factors.values(), centred))
+    values = values.where(~rewards.isnan(), torch.nan)                                          # [factors, S]
+    group = rollout.group
+    total = torch.zeros(len(rollout), dtype=torch.float64)                                      # [S]
+    for factor, x in zip(factors.values(), values):
+        normalised = (x - group_mean(x, group)) / (group_std(x, group) + 1e-6)                  # [S]
+        total += factor * normalised
+    return total
 
 
 def decoupled_advantages(rewards: Tensor, group: Tensor, norm_by_std: bool) -> Tensor:
@@ -179,68 +196,6 @@ def decoupled_advantages(rewards: Tensor, group: Tensor, norm_by_std: bool) -> T
 
 
 ADVANTAGES = {"group": group_advantages, "passk": passk_advantages, "gdpo": decoupled_advantages}
-
-
-# --------------------------------------------------------------------------- tokens that clip_cov and kl_cov select
-
-SELECTED = ("clip_cov", "kl_cov")
-
-
-def select(settings: LossSettings, microbatches: list, policy: Policy, temperature: float, *seed: int) -> None:
-    """Write `microbatch.extra["selected"]`, if the loss needs it, from the log-probs of the current policy."""
-    if settings.name not in SELECTED:
-        return
-    logps = [policy.score(microbatch, temperature) for microbatch in microbatches]
-    function = {"clip_cov": select_clip_cov, "kl_cov": select_kl_cov}[settings.name]
-    for microbatch, selected in zip(microbatches, function(microbatches, logps, seed_of(*seed), settings)):
-        microbatch.extra["selected"] = selected
-
-
-def select_clip_cov(microbatches: list, logps: list[Tensor], seed: int, settings: LossSettings) -> list[Tensor]:
-    """A random share of all tokens, among those with cov_low < cov < cov_high that ppo has not clipped: [T] bools."""
-    low, high, candidates = settings.numbers["cov_low"], settings.numbers["cov_high"], []
-    for b, logp, cov in zip(microbatches, logps, covariances(microbatches, logps)):
-        _, stats = ppo(Tokens(logp, b.old_logp, b.advantage, b.mask, b.cu_seqlens), **settings.bounds)
-        candidates.append(b.mask & (cov > low) & (cov < high) & (stats["actor/pg_clipfrac"] == 0))
-    equal = [torch.zeros_like(logp, dtype=torch.float64) for logp in logps]
-    return choose_largest(microbatches, equal, candidates, seed, settings.numbers["fraction"])
-
-
-def select_kl_cov(microbatches: list, logps: list[Tensor], seed: int, settings: LossSettings) -> list[Tensor]:
-    """Selects the share of all tokens with the largest cov; `seed` orders equal values: [T] bools."""
-    masks, fraction = [b.mask for b in microbatches], settings.numbers["fraction"]
-    return choose_largest(microbatches, covariances(microbatches, logps), masks, seed, fraction)
-
-
-def covariances(microbatches: list, logps: list[Tensor]) -> list[Tensor]:
-    """(A - mean A) (logp - mean logp) per token, the means over the mini-batch on all ranks: [T] float64 each."""
-    _, advantage, _ = moments(torch.cat([b.advantage[b.mask] for b in microbatches]).double())
-    _, logp, _ = moments(torch.cat([x.detach()[b.mask] for b, x in zip(microbatches, logps)]).double())
-    return [(b.advantage.double() - advantage) * (x.detach().double() - logp) for b, x in zip(microbatches, logps)]
-
-
-def choose_largest(
-    microbatches: list[Batch], scores: list[Tensor], candidates: list[Tensor], seed: int, fraction: float,
-) -> list[Tensor]:
-    """Choose the max(1, fraction * tokens) candidates with the largest score over all ranks: [T] bools each.
-
-    Equal scores are ordered by random numbers of (seed, response, position), so neither micro-batches, nor their order,
-    nor ranks change the choice. `scores` are float64 [T] and `candidates` bool [T], one of each a micro-batch."""
-    count = max(1, int(fraction * all_sum([sum(int(b.mask.sum()) for b in microbatches)]).item()))
-    keys = [_random_numbers(seed, b) for b in microbatches]
-    rows = [torch.stack([-s.cpu(), k], dim=1)[c.cpu()] for s, k, c in zip(scores, keys, candidates)]
-    rows = torch.cat(rows).numpy()                                                      # [n, 2]
-    first = rows[np.lexsort(rows.T[::-1])][:count]                                      # rising by (-score, key)
-    first = np.concatenate(all_gather_objects(first))                                   # at most `count` rows a rank
-    chosen = torch.from_numpy(first[np.lexsort(first.T[::-1])][:count, 1])
-    return [c & torch.isin(k, chosen).to(c.device) for c, k in zip(candidates, keys)]
-
-
-def _random_numbers(seed: int, batch: Batch) -> Tensor:
-    """A number below 1 for each token, from one generator for each response: [T] float64, no two equal."""
-    seeds = [seed_of(seed, number) for number in batch.number.tolist()]
-    numbers = [np.random.default_rng(s).random(length) for s, length in zip(seeds, batch.lengths.tolist())]
-    return torch.from_numpy(np.concatenate(numbers))
 
 
 @errors.record  # torchrun prints a failed rank's traceback last
@@ -252,9 +207,13 @@ def main(args: Args) -> None:
     temperature = args.rollout.temperature
     is_selective = settings.name in SELECTED
     pulls_to_old = settings.name == "dro"   # by a squared distance, where the advantage is 0, too
-    reference_path = (args.teacher or args.model) if args.kl_loss_coef or args.kl_reward_coef else ""
+    reference_path = ""
+    if args.kl_loss_coef or args.kl_reward_coef:
+        reference_path = args.teacher or args.model
     compute_advantages = ADVANTAGES[args.advantage]
-    norm_by_std = args.loss != "dr_grpo" if args.norm_by_std is None else args.norm_by_std
+    norm_by_std = args.norm_by_std
+    if norm_by_std is None:
+        norm_by_std = args.loss != "dr_grpo"
     with Run(args, P, correction) as run:
         engine, max_tokens = run.start_engine(args.max_tokens_per_gpu, reference_path)
         policy, optimizer = run.load_policy("policy", args.model, args.optim)
@@ -281,7 +240,9 @@ def main(args: Args) -> None:
             skip_zero_advantage = reference is None and not args.entropy_coef and not correction.needs_old_logp()
             if pulls_to_old or is_selective:
                 skip_zero_advantage = False
-            if args.advantage_per_step or args.advantage_per_role or args.advantage == "gdpo":  # they make others below
+            if args.advantage == "gdpo":                                # it makes other advantages below
+                skip_zero_advantage = False
+            if args.advantage_per_step or args.advantage_per_role:      # so do these
                 skip_zero_advantage = False
             # the loss is on every token that was sampled: the stop token, and all of a truncated response
             minibatches = run.to_minibatches(

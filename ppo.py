@@ -132,7 +132,8 @@ def value_loss(value: Tensor, old_value: Tensor, returns: Tensor, mask: Tensor,
     """Half the larger of the squared errors of the value and of the value clipped around the old one: [T]."""
     value, old_value, returns = (torch.where(mask, x, 0) for x in (value, old_value, returns))
     clipped = torch.minimum(torch.maximum(value, old_value - clip), old_value + clip)
-    plain_error, clipped_error = (value - returns).square(), (clipped - returns).square()
+    plain_error = (value - returns).square()
+    clipped_error = (clipped - returns).square()
     stats = {"critic/vf_clipfrac": (clipped_error > plain_error).to(value.dtype), "critic/vpred_mean": value.detach()}
     return torch.maximum(plain_error, clipped_error) / 2, stats
 

@@ -116,12 +116,16 @@ class Batch:
 
     @property
     def canary_mask(self) -> Tensor | None:         # [T] bool, the sampled tokens of canaries
-        return None if self.canary is None else self.canary[self.sequence_ids] & self.mask
+        if self.canary is None:
+            return None
+        return self.canary[self.sequence_ids] & self.mask
 
     @property
     def measured(self) -> Tensor:                   # [T] bool, the tokens of which metrics tell: no canary's
         canary = self.canary_mask
-        return self.mask if canary is None else self.mask & ~canary
+        if canary is None:
+            return self.mask
+        return self.mask & ~canary
 
     @property
     def host_lengths(self) -> list[int]:            # [S] as `lengths`
@@ -147,7 +151,9 @@ class Batch:
         Raises ValueError, naming the response, for log-probs that are not finite."""
         assert all(map(len, prompts)), "a prompt is empty: the first response token must follow something"
         if masks is None:
-            masks = [[True] * len(response) for response in responses]
+            masks = []
+            for response in responses:
+                masks.append([True] * len(response))
         for rows in (rollout_logps, masks):
             assert rows is None or list(map(len, rows)) == list(map(len, responses)), "one number for each token"
 
@@ -211,7 +217,9 @@ class Batch:
         """The sequences with these numbers, of a batch that is sorted; a dummy if there are no numbers."""
         number = torch.as_tensor(number, dtype=torch.int64, device=self.tokens.device)
         assert torch.isin(number, self.number).all(), "this batch was not exchanged by the plan of these micro-batches"
-        return self.select(torch.searchsorted(self.number, number)) if len(number) else self.dummy()
+        if not len(number):
+            return self.dummy()
+        return self.select(torch.searchsorted(self.number, number))
 
     def sort(self) -> "Batch":
         """The sequences in the order of their numbers, without dummies: `Batch.cat(microbatches).sort()`."""

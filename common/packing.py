@@ -13,14 +13,20 @@ def partition(costs: np.ndarray, bins: int) -> list[np.ndarray]:
 
     The largest sum is at most 4/3 - 1/(3 bins) of the least possible; the spread is at most the largest item's cost."""
     costs = np.asarray(costs, dtype=np.float64)
-    heap = [(0.0, number) for number in range(bins)]            # (sum, bin)
-    members: list[list[int]] = [[] for _ in range(bins)]
+    heap: list[tuple[float, int]] = []                          # (sum, bin)
+    members: list[list[int]] = []
+    for number in range(bins):
+        heap.append((0.0, number))                              # of equal sums the lowest bin is the first
+        members.append([])
     for item in np.argsort(-costs, kind="stable").tolist():
         total, number = heap[0]
         members[number].append(item)
         heapq.heapreplace(heap, (total + float(costs[item]), number))
     falling = sorted(heap, key=lambda entry: (-entry[0], entry[1]))
-    return [np.sort(np.array(members[number], dtype=np.int64)) for _, number in falling]
+    found = []
+    for _, number in falling:
+        found.append(np.sort(np.array(members[number], dtype=np.int64)))
+    return found
 
 
 def _pack(lengths: np.ndarray, costs: np.ndarray, count: int, max_tokens: int) -> list[np.ndarray]:
@@ -31,14 +37,21 @@ def _pack(lengths: np.ndarray, costs: np.ndarray, count: int, max_tokens: int) -
     rest = np.flatnonzero(lengths <= max_tokens)
     found: list[np.ndarray] = []
     if len(rest):
-        found = [rest[items] for items in partition(costs[rest], count - len(too_long))]
+        for items in partition(costs[rest], count - len(too_long)):
+            found.append(rest[items])
     if any(lengths[items].sum() > max_tokens for items in found):
         found = _first_fit(lengths, rest, max_tokens)
-    found += [*too_long[:, None]]
-    found = [items for items in found if len(items)]
-    while len(found) < count:
-        found.append(np.zeros(0, dtype=np.int64))
-    return sorted(found, key=lambda items: (-math.fsum(costs[items]), items.tolist()))
+    packed = [*too_long[:, None]]
+    for items in found:
+        if len(items):
+            packed.append(items)
+    while len(packed) < count:
+        packed.append(np.zeros(0, dtype=np.int64))
+
+    def most_expensive_first(items: np.ndarray) -> tuple[float, list[int]]:
+        return -math.fsum(costs[items]), items.tolist()
+
+    return sorted(packed, key=most_expensive_first)
 
 
 def _first_fit(lengths: np.ndarray, items: np.ndarray, max_tokens: int) -> list[np.ndarray]:
@@ -49,7 +62,10 @@ def _first_fit(lengths: np.ndarray, items: np.ndarray, max_tokens: int) -> list[
         first = int(np.argmax(room >= lengths[item]))
         members[first].append(item)
         room[first] -= lengths[item]
-    return [np.sort(np.array(of_bin, dtype=np.int64)) for of_bin in members]
+    found = []
+    for of_bin in members:
+        found.append(np.sort(np.array(of_bin, dtype=np.int64)))
+    return found
 
 
 @dataclass
@@ -89,7 +105,8 @@ class Sequences:
         self.can_watch = self.can_watch & ~self.runs
         assert self.lengths.shape == self.costs.shape == self.runs.shape == self.responses.shape
         assert (self.lengths > 0).all()
-        assert (self.costs >= 0).all() and np.isfinite(self.costs).all()
+        assert (self.costs >= 0).all()
+        assert np.isfinite(self.costs).all()
 
 
 def plan_step(sequences: Sequences, num_minibatches: int, world_size: int, max_tokens: int, seed: int,
@@ -130,29 +147,45 @@ def _plan_minibatch(members: np.ndarray, sequences: Sequences, world_size: int, 
                     group_size: int) -> list[list[np.ndarray]]:
     """The micro-batches of a mini-batch of these sequences: [micro-batch][rank] -> sequences."""
     units = _units(members, sequences, max_tokens)                                              # what stays together
-    tokens = np.array([count for count, _ in units], dtype=np.int64)
-    costs = np.array([_cost_of(unit, count, sequences) for count, unit in units])
+    tokens = np.zeros(len(units), dtype=np.int64)
+    costs = np.zeros(len(units))
+    for number, (num_tokens, unit) in enumerate(units):
+        tokens[number] = num_tokens
+        costs[number] = _cost_of(unit, num_tokens, sequences)
     shares = partition(costs, world_size // group_size)                                         # [group] -> units
     count = 1                                               # the least that all groups of ranks need
     for share in shares:
         # each unit that is too long by itself, and as few micro-batches as the tokens of the others allow
         count = max(count, math.ceil(np.minimum(tokens[share], max_tokens).sum() / max_tokens))
-    packed = [_pack(tokens[share], costs[share], count, max_tokens) for share in shares]        # [group][micro-batch]
+    packed = _pack_shares(shares, tokens, costs, count, max_tokens)             # [group][micro-batch]
     most = max(map(len, packed))
     if most > count:                                        # first-fit needed more; all ranks fit in `most`
-        packed = [_pack(tokens[share], costs[share], most, max_tokens) for share in shares]
+        packed = _pack_shares(shares, tokens, costs, most, max_tokens)
     microbatches = []
     for items_of_groups in zip(*packed):
         of_ranks: list[np.ndarray] = []
         for share, items in zip(shares, items_of_groups):
-            of_units = [units[number][1] for number in share[items]]
-            of_group = np.sort(np.concatenate([members[:0], *of_units]))
+            of_units = [members[:0]]                        # there may be no other
+            for number in share[items]:
+                _, unit = units[number]
+                of_units.append(unit)
+            of_group = np.sort(np.concatenate(of_units))
             if group_size == 1:
                 of_ranks.append(of_group)
             else:                                           # each rank brings some
-                of_ranks += [of_group[part] for part in partition(sequences.costs[of_group], group_size)]
+                for part in partition(sequences.costs[of_group], group_size):
+                    of_ranks.append(of_group[part])
         microbatches.append(of_ranks)
     return microbatches
+
+
+def _pack_shares(shares: list[np.ndarray], tokens: np.ndarray, costs: np.ndarray, count: int,
+                 max_tokens: int) -> list[list[np.ndarray]]:
+    """The micro-batches of each share of the units, by `_pack`."""
+    packed = []
+    for share in shares:
+        packed.append(_pack(tokens[share], costs[share], count, max_tokens))
+    return packed
 
 
 def _cost_of(unit: np.ndarray, num_tokens: int, sequences: Sequences) -> float:
@@ -163,9 +196,11 @@ def _cost_of(unit: np.ndarray, num_tokens: int, sequences: Sequences) -> float:
 def _units(members: np.ndarray, sequences: Sequences, max_tokens: int) -> list[tuple[int, np.ndarray]]:
     """The (tokens, sequences) that stay together: single sequences, or those of a group that fit together."""
     lengths = sequences.lengths
-    if sequences.groups is None:
-        return [(int(lengths[i]), np.array([i])) for i in members]
     units: list[tuple[int, np.ndarray]] = []
+    if sequences.groups is None:
+        for i in members:
+            units.append((int(lengths[i]), np.array([i])))
+        return units
     for group in np.unique(sequences.groups[members]):
         unit: list[int] = []
         tokens = 0
@@ -174,7 +209,9 @@ def _units(members: np.ndarray, sequences: Sequences, max_tokens: int) -> list[t
             if unit and tokens + own > max_tokens:
                 units.append((tokens, np.array(unit)))
                 unit = []
-            tokens = tokens + own if unit else int(lengths[i])
+            if not unit:
+                tokens = int(sequences.prompt_lengths[i])                       # once for all of them
+            tokens += own
             unit.append(i)
         units.append((tokens, np.array(unit)))
     return units

@@ -47,7 +47,10 @@ class Sample:
     @property
     def sequences(self) -> list[tuple[list[int], Response]]:
         """(prompt tokens, response) pairs that the model saw; an episode may have several."""
-        return [(part.prompt or self.prompt.tokens, part) for part in [*self.response.earlier, self.response]]
+        found = []
+        for part in [*self.response.earlier, self.response]:
+            found.append((part.prompt or self.prompt.tokens, part))
+        return found
 
 
 @dataclass
@@ -74,20 +77,28 @@ class Rollout:
 
         What a script writes into its fields, `advantage` or `extra`, travels with the responses to the ranks that train
         on them. An episode whose history was rewritten has several sequences."""
-        parts = self.sequences()
-        batch = Batch.build(
-            [prompt for _, _, prompt, _ in parts], [part.tokens for _, _, _, part in parts],
-            number=[number for number, _, _, _ in parts], index=[sample.index for _, sample, _, _ in parts],
-            rollout_logps=[part.logp for _, _, _, part in parts],
-            masks=[part.mask or [True] * len(part.tokens) for _, _, _, part in parts],
-        )
-        rows = [-1] * len(parts)  # without images
-        for i, (number, sample, prompt, part) in enumerate(parts):
+        prompts = []
+        responses = []
+        numbers = []
+        indices = []
+        logps = []
+        masks = []
+        rows = []
+        for number, sample, prompt, part in self.sequences():
+            prompts.append(prompt)
+            responses.append(part.tokens)
+            numbers.append(number)
+            indices.append(sample.index)
+            logps.append(part.logp)
+            masks.append(part.mask or [True] * len(part.tokens))
+            row = -1  # without images
             if sample.prompt.images and part.prompt is None:
-                rows[i] = sample.row
+                row = sample.row
             elif part.images and prompt != sample.prompt.tokens:
                 # a prompt that is not its row's shares its images with no other: a number of its own below -1
-                rows[i] = -2 - number
+                row = -2 - number
+            rows.append(row)
+        batch = Batch.build(prompts, responses, number=numbers, index=indices, rollout_logps=logps, masks=masks)
         batch.row = torch.tensor(rows, dtype=torch.int64)
         return batch
 
@@ -148,7 +159,9 @@ class Rollout:
     def cat(self, other: "Rollout") -> "Rollout":
         """Both; responses and groups of `other` are numbered after those of this one. `batch` is made anew."""
         self._check_unwritten(other)
-        num_groups = int(self.group.max()) + 1 if len(self) else 0
+        num_groups = 0
+        if len(self):
+            num_groups = int(self.group.max()) + 1
         moved = [replace(s, index=s.index + len(self), group=s.group + num_groups) for s in other.samples]
         theirs = other.tensors() | {"group": other.group + num_groups}
         joined = {name: torch.cat([mine, theirs[name]]) for name, mine in self.tensors().items()}
@@ -187,7 +200,9 @@ class Rollout:
         """Raises ValueError if a script wrote fields of its own into `batch`, which `cat` and the like make anew."""
         for rollout in (self, *others):
             batch = vars(rollout).get("batch")  # made at its first use
-            own = [*batch.extra, *batch.response_extra] if batch is not None else []
+            if batch is None:
+                continue
+            own = [*batch.extra, *batch.response_extra]
             if own:
                 raise ValueError(f"Rollout.cat, select and take would lose the fields {own} of rollout.batch: write "
                                  f"them afterwards")

@@ -117,4 +117,6 @@ def is_constant(x: Tensor, group: Tensor) -> Tensor:
 
 
 def _num_groups(group: Tensor) -> int:
-    return int(group.max()) + 1 if len(group) else 0
+    if not len(group):
+        return 0
+    return int(group.max()) + 1

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import numpy as np
-import torch
 from transformers import PretrainedConfig, set_seed
 
 from common.checkpoint.choice import first_day
@@ -29,18 +28,16 @@ from common.flags.effect import check_effect
 from common.flags.secrets import flags_of
 from common.memory.plan import MemoryPlan
 from common.metrics import Meter, Timer
-from common.model.attention import choose_attention
 from common.model.flops import update_flops
 from common.model.held import Models
-from common.model.loading import read_config, read_tokenizer, uses_liger
+from common.model.loading import read_config, read_tokenizer
 from common.model.lora import LoRAConfig
 from common.model.policy import ModelConfig, PackedModel
-from common.model.sharding import num_changes
 from common.optim import OptimConfig
 from common.parallel import ranks
 from common.prompts import PromptSampler
 from common.rollout import Minibatch
-from common.tracking.console import batch_line, step_line, summary, val_line
+from common.tracking.console import batch_line, kernels_line, step_line, summary, val_line
 from common.tracking.logger import LogConfig, Tracker
 from common.tracking.phase import Phase
 from common.tracking.start import check_best_metric, notes
@@ -145,14 +142,15 @@ class Training(Models):
         self.closing.callback(ranks.shutdown)
         for line in check_effect(args, self.world.device.type):
             ranks.print_on_main(self.world, f"flags  {line}")
-        if said := ranks.on_main(self.world, lambda: finished(args)):
+        said = ranks.on_main(self.world, partial(finished, args))
+        if said:
             ranks.print_on_main(self.world, said)
             ranks.shutdown()
             sys.exit(0)
         self.watchdog.watch(self.world.job_store)
         self.closing.callback(self.watchdog.leave)
         if self.world.trains:
-            ranks.on_main(self.world, lambda: check_run_folder(args))
+            ranks.on_main(self.world, partial(check_run_folder, args))
             open_run_folder(args.run_dir, self.world)
         checkpoints = Path(args.run_dir).resolve() / "checkpoints"
         Clock.keep(ranks.on_main(self.world, partial(first_day, checkpoints, args.save.resume)))
@@ -165,9 +163,13 @@ class Training(Models):
         args = self.args
         ranks.check_at_least(0, {"--total-epochs": args.total_epochs})
         self.train_set = load(args.train_data)
-        epochs_in_steps = int(args.total_epochs * len(self.train_set) / rows_per_step)
-        self.total_steps = max(epochs_in_steps, 1) if args.total_epochs else args.total_steps
-        self.val_set = load(args.val_data) if args.val_data else None
+        self.total_steps = args.total_steps
+        if args.total_epochs:
+            epochs_in_steps = int(args.total_epochs * len(self.train_set) / rows_per_step)
+            self.total_steps = max(epochs_in_steps, 1)
+        self.val_set = None
+        if args.val_data:
+            self.val_set = load(args.val_data)
         self.sampler = PromptSampler(len(self.train_set), self.train_set.loaded.data_hash, args.seed)
         for name, rows in {"train": self.train_set, "val": self.val_set}.items():
             if rows is not None and self.world.trains:
@@ -191,16 +193,12 @@ class Training(Models):
     def describe(self, objective: str, *sizes: int) -> None:
         """Print what this run does, in words and units. `objective`: one line from the script. `sizes`: prompts and
         samples a step, mini-batches, epochs."""
-        args, where = self.args, self.world.device.type
-        kernels = (self.world.device, self.hf_config, args.policy)
-        is_fast = where != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        if args.policy.compute_dtype == "bfloat16" and not is_fast:
-            where = "cpu, which emulates it (--policy.compute-dtype float32 is several times as fast)"
-        line = batch_line(sizes, self.max_tokens, self.max_sequence_length, self.world.size)
+        optim = self.args.optim
+        batch = batch_line(sizes, self.max_tokens, self.max_sequence_length, self.world.size)
+        kernels = kernels_line(self.args.policy, self.hf_config, self.world.device)
         ranks.print_on_main(
-            self.world, f"batch  {line}\ntrain  {objective}; lr {args.optim.lr:g} ({args.optim.schedule})\n"
-            f"runs   {args.policy.compute_dtype} on {where}, attention {choose_attention(*kernels)}, "
-            f"Liger's kernels {'on' if uses_liger(*kernels) else 'off'}"
+            self.world,
+            f"batch  {batch}\ntrain  {objective}; lr {optim.lr:g} ({optim.schedule})\nruns   {kernels}",
         )
 
     def resume(self) -> dict[str, Any]:
@@ -216,8 +214,10 @@ class Training(Models):
         template_file = flags_of(args).get("--data.chat-template-file", "")
         self.hf_files = hf_files(args.model, self.policy.lm.config, self.tokenizer, dtype, template_file)
         self.has_resumed = True
-        parts = {name: (self.models[name], optimizer) for name, optimizer in self.optimizers.items()}
-        self.frozen = {name: num_changes(model) for name, model in self.models.items() if name not in self.optimizers}
+        parts = {}
+        for name, optimizer in self.optimizers.items():
+            parts[name] = (self.models[name], optimizer)
+        self.watch_frozen()
         self.checkpoints = Checkpoints(args, self.world, parts, self.hf_files, self.watchdog, self.models)
         state = self.checkpoints.resume()
         self.tracker = Tracker(args.log, args.run_dir, args, self.world, state.get("tracker", {}))
@@ -255,7 +255,8 @@ class Training(Models):
                                    f"scripts that do not sample run.end_step(...)) at the end of each step")
         if self.args.save.hf != "never":
             export(self.policy, self.hf_files, self.tracker.run_dir / "model", self.world)
-            if said := left_out(flags_of(self.args)):
+            said = left_out(flags_of(self.args))
+            if said:
                 ranks.print_on_main(self.world, said)
         self.checkpoints.wait()
         if self.world.is_main:  # the other ranks may not see the last line yet
@@ -281,8 +282,11 @@ class Training(Models):
         """Before each optimizer step of `model`."""
 
     def is_validation_due(self, step: int) -> bool:
-        done, every = step + 1, max(self.args.eval_every, 0) or self.total_steps
-        return self.val_set is not None and (done % every == 0 or done == self.total_steps)
+        if self.val_set is None:
+            return False
+        if step + 1 == self.total_steps:
+            return True
+        return self.args.eval_every > 0 and (step + 1) % self.args.eval_every == 0
 
     def log_validation(self, results: dict[str, float]) -> None:
         """Log the validation before step 1. After a resume, log the validation that the stop signal prevented, together
@@ -306,12 +310,9 @@ class Training(Models):
         signal interrupted validation; the resumed run validates and logs this step."""
         self.check_unfinished(step)
         self.is_finished = True
-        for name, before in self.frozen.items():
-            if name in self.models and num_changes(self.models[name]) != before:
-                raise RuntimeError(f"this script has changed the weights of {name}, which no checkpoint holds: load it "
-                                   f"with run.load_average (float32, for an average over steps), or with "
-                                   f"run.load_frozen(..., is_saved=True) (for copies of other weights)")
-        args, done = self.args, step + 1
+        self.check_frozen()
+        args = self.args
+        done = step + 1
         flops = update_flops(chain(*minibatches), self.hf_config, args.policy.share_prompt, args.lora.rank)
         flops *= self.updated_microbatches / max(sum(map(len, minibatches)), 1)  # passes over them
         used = (flops, peak_flops(self.world, args.policy.compute_dtype), self.engine_bytes)

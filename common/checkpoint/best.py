@@ -19,7 +19,9 @@ def better(step: int, results: dict[str, float], metric: str, best: dict[str, An
         is_better = value < best.get("value", math.inf)                 # False for NaN
     else:
         is_better = value > best.get("value", -math.inf)
-    return {"step": step, "metric": metric, "value": value} if is_better else {}
+    if not is_better:
+        return {}
+    return {"step": step, "metric": metric, "value": value}
 
 
 def is_loss(metric: str) -> bool:
@@ -31,9 +33,12 @@ def choose_metric(results: dict[str, float], name: str) -> str:
     """The metric of the validation that ranks its steps: `name`, or if that is empty the first val-core/.../mean@N in
     alphabetical order, without one the first val-core/. Raises ValueError where `results` does not have it."""
     core = sorted(metric for metric in results if metric.startswith("val-core/"))
-    if core and not name:
-        means = [metric for metric in core if "/mean@" in metric]
-        return means[0] if means else core[0]
+    if not name:
+        for metric in core:
+            if "/mean@" in metric:
+                return metric
+        if core:
+            return core[0]
     if name not in results:
         raise ValueError(f"--save.best-metric {name or '(not given)'} must be a metric that this validation gives: "
                          f"{', '.join(sorted(results))}")

@@ -25,16 +25,23 @@ def choose(root: Path, how: str, world: World) -> Path | None:
     run's own checkpoints; `how`: --save.resume. Damaged ones that are newer get another name. Raises ValueError if all
     are damaged, because a run that starts anew would drop the metrics of all steps before."""
     damaged: dict[Path, str] = {}                                       # the newest first
+
+    def set_aside_on_main() -> None:
+        if world.is_main:
+            set_aside(damaged)
+
     for folder in on_main(world, lambda: candidates(root, how)):
         mine = check_files(folder, world.rank, world.size)
         what = "; ".join(all_names({*mine}))
         if not what:
-            together(lambda: world.is_main and set_aside(damaged), OSError)
+            together(set_aside_on_main, OSError)
             return folder
         damaged[folder] = what
     if not damaged:
         return None
-    damage = [f"{folder} is damaged: {what}" for folder, what in damaged.items()]
+    damage = []
+    for folder, what in damaged.items():
+        damage.append(f"{folder} is damaged: {what}")
     other = "--save.resume"
     if folder.parent == root:
         other = "--run-dir, or move its checkpoints away to start anew"
@@ -76,7 +83,9 @@ def candidates(root: Path, how: str) -> list[Path]:
     if own:
         raise ValueError(f"--run-dir {root.parent} has checkpoints ({own[0].name}), which a later start would "
                          f"continue: with --save.resume {how}, choose another --run-dir or remove them")
-    return [] if how == "none" else [find(how)]
+    if how == "none":
+        return []
+    return [find(how)]
 
 
 def check_fits(folder: Path, manifest: dict[str, Any], now: dict[str, Any], is_own: bool,
@@ -90,10 +99,16 @@ def check_fits(folder: Path, manifest: dict[str, Any], now: dict[str, Any], is_o
         if text.split()[0] not in NOT_COMPARED:
             wrong.append(text)
     if wrong:
-        raise ValueError(f"{folder} does not fit this run: {'; '.join(wrong[:4])}{' ...' if wrong[4:] else ''}: "
+        shown = "; ".join(wrong[:4])
+        if len(wrong) > 4:
+            shown += " ..."
+        raise ValueError(f"{folder} does not fit this run: {shown}: "
                          "choose another --run-dir or --save.resume")
     changed = differences(manifest["flags"], now["flags"])
-    algorithm = [text for text in changed if not MAY_CHANGE.match(text)]
+    algorithm = []
+    for text in changed:
+        if not MAY_CHANGE.match(text):
+            algorithm.append(text)
     if algorithm and is_own and not allow_changes:
         raise ValueError(f"{folder.parent.parent} was trained with other flags: {'; '.join(algorithm)}: give "
                          "the old ones, or another --run-dir, or set --save.allow-changes")

@@ -61,7 +61,9 @@ def hf_files(model: str, config: PretrainedConfig, tokenizer: PreTrainedTokenize
     if template_file:
         set_template(files, Path(template_file).read_text())
     published_config = cached_file(model, "config.json", _raise_exceptions_for_missing_entries=False)
-    source = json.loads(Path(published_config).read_bytes()) if published_config else {}
+    source = {}
+    if published_config:
+        source = json.loads(Path(published_config).read_bytes())
     made = with_old_keys(json.loads(files["config.json"]), source, config.__class__)
     return files | {"config.json": json.dumps(made, indent=2, sort_keys=True).encode() + b"\n"}
 
@@ -100,7 +102,9 @@ def published(lm: PreTrainedModel | None, tensors: Iterable[tuple[str, Tensor]],
     waiting: dict[str, Tensor] = {}
     for name, tensor in tensors:
         waiting[name] = tensor
-        made = revert_weight_conversion(lm, waiting) if lm else waiting
+        made = waiting
+        if lm:
+            made = revert_weight_conversion(lm, waiting)
         if all(part.shape == plan[key].shape for key, part in made.items()):
             yield from made.items()
             waiting = {}
@@ -113,9 +117,18 @@ def replace_hf(out: Path, described: dict[str, Tensor], tensors: Iterable[tuple[
     is at `out` that no export wrote. `described`: `tensors` on the meta device. Each of `size` ranks writes some of the
     files, and holds one or two of them; the index is written last."""
     partial = hidden(out)[0]
-    together(lambda: rank == 0 and begin(out, files), (OSError, ValueError))
-    lm = model_of(files) if described else None
-    plan = revert_weight_conversion(lm, described) if lm else described
+
+    def begin_on_main() -> None:
+        if rank == 0:
+            begin(out, files)
+
+    together(begin_on_main, (OSError, ValueError))
+    lm = None
+    if described:
+        lm = model_of(files)
+    plan = described
+    if lm:
+        plan = revert_weight_conversion(lm, described)
     split = split_state_dict_into_shards_factory(
         dict(published(lm, described.items(), plan)), get_storage_size=lambda tensor: tensor.nbytes,
         filename_pattern="model{suffix}.safetensors", max_shard_size=FILE_BYTES,
@@ -135,8 +148,16 @@ def replace_hf(out: Path, described: dict[str, Tensor], tensors: Iterable[tuple[
             index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
             (partial / INDEX).write_text(json.dumps(index, indent=2))
             own.append(INDEX)
-    entries = all_gather_objects({name: entry_of(partial / name) for name in own})
-    together(lambda: rank == 0 and publish(partial, out, dict(ChainMap(*entries))), (OSError, ValueError))
+    entries = {}
+    for name in own:
+        entries[name] = entry_of(partial / name)
+    entries_of_ranks = all_gather_objects(entries)
+
+    def publish_on_main() -> None:
+        if rank == 0:
+            publish(partial, out, dict(ChainMap(*entries_of_ranks)))
+
+    together(publish_on_main, (OSError, ValueError))
 
 
 def begin(out: Path, files: dict[str, bytes]) -> None:

@@ -91,10 +91,12 @@ def is_deep(value: Any) -> bool:
 
 def has_form(value: Any, form: Any) -> bool:
     """Whether JSON is as a form such as CHECKPOINT says. Whole numbers are not below 0."""
+    if isinstance(value, bool):                         # Python takes it for a whole number
+        return False
     if form is int:
-        return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        return isinstance(value, int) and value >= 0
     if not isinstance(form, dict):
-        return isinstance(value, form) and not isinstance(value, bool)
+        return isinstance(value, form)
     if not isinstance(value, dict):
         return False
     if EACH in form:
@@ -112,7 +114,9 @@ def has_form(value: Any, form: Any) -> bool:
 def read_checkpoint(folder: Path) -> dict[str, Any]:
     """The manifest of a checkpoint; {} if it is missing, damaged, or not of the form that a run writes."""
     manifest = read_manifest(folder)
-    return manifest if has_form(manifest, CHECKPOINT) else {}
+    if not has_form(manifest, CHECKPOINT):
+        return {}
+    return manifest
 
 
 def check_files(folder: Path, rank: int = 0, size: int = 1) -> list[str]:
@@ -138,7 +142,10 @@ def checkpoints_in(root: Path) -> list[Path]:
     """Whatever has the name of a checkpoint, the oldest step first. Raises OSError if `root` cannot be read."""
     if not root.exists():
         return []
-    names = [name for name in os.listdir(root) if NAME.fullmatch(name)]
+    names = []
+    for name in os.listdir(root):
+        if NAME.fullmatch(name):
+            names.append(name)
     names.sort(key=lambda name: int(name.removeprefix("step_")))
     return [root / name for name in names]
 
@@ -177,12 +184,19 @@ def remove(path: Path) -> None:
     """Deletes a folder with all that is in it, or of a link the link alone. Says so if that fails: NFS refuses it while
     another process reads a file in the folder."""
     try:
-        if path.is_dir() and not path.is_symlink():
+        if is_folder(path):
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
     except OSError as error:
         print(f"{path} could not be deleted: {error}", flush=True)
+
+
+def is_folder(path: Path) -> bool:
+    """Whether this is a folder, and no link to one."""
+    if path.is_symlink():
+        return False
+    return path.is_dir()
 
 
 def sync(path: Path) -> None:

@@ -11,9 +11,9 @@ import re
 import shutil
 import signal
 import sys
-import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,26 +27,15 @@ from common.checkpoint.export import write_files
 from common.checkpoint.files import complete_checkpoints, entry_of, read_checkpoint, remove, sync, write_manifest
 from common.checkpoint.own import remove_checkpoint
 from common.checkpoint.signals import Watchdog
-from common.checkpoint.state import FILE, Parts, load_parts, save_shards, tensors_of
+from common.checkpoint.state import FILE, Parts, fingerprint, load_parts, save_shards, tensors_of
 from common.flags.secrets import flags_of
 from common.metrics import Timer
 from common.model.policy import PackedModel
 from common.parallel.ranks import World, all_max, collective_timeout, on_main, print_on_main, together
-from common.source.stored import fingerprint as checksum
+from common.source.stored import fingerprints
 from envs.stored import join, split, write_parts
 
 UNFINISHED = re.compile(r"\.step_\d{6,}\.partial")
-
-
-def fingerprint(state: Any) -> tuple[int, float]:
-    """Of JSON: a checksum of all but its floats, and the sum of these: ranks on other CPUs may round otherwise."""
-    floats: list[float] = []
-
-    def take_out(text: str) -> None:
-        floats.append(abs(float(text)))
-
-    rest = json.loads(json.dumps(state, sort_keys=True), parse_float=take_out)
-    return zlib.crc32(json.dumps(rest).encode()), sum(floats)
 
 
 class Checkpoints:
@@ -80,7 +69,7 @@ class Checkpoints:
                 folders[name] = model.folder
         if self.flags.get("--reward-model.path"):
             folders["reward model"] = self.flags["--reward-model.path"]
-        self.outside = on_main(world, lambda: {name: checksum(folder) for name, folder in folders.items()})
+        self.outside = on_main(world, partial(fingerprints, folders))
         """Models whose weights (with adapters: their base's) no checkpoint holds -> the checksum of their folder."""
         # The state after the last finished step.
         self.state: dict[str, Any] = {"step": 0}
@@ -102,7 +91,10 @@ class Checkpoints:
                     remove(leftover)
             self._remove_deleted()
         for _, optimizer in parts.values():
-            optimizer.register_step_post_hook(lambda *_: setattr(self, "dirty", True))
+            optimizer.register_step_post_hook(self._on_optimizer_step)
+
+    def _on_optimizer_step(self, *_: Any) -> None:
+        self.dirty = True
 
     def resume(self) -> dict[str, Any]:
         """Fills all parts as `--save.resume` says, from a checkpoint of any number of ranks. Returns the state that was
@@ -121,9 +113,10 @@ class Checkpoints:
         self.saved_step = self.state["step"]
         if not is_own:
             self.state.pop("tracker", None)                     # The metrics of another run stay its own.
-        print_on_main(self.world, f"resumed after step {self.saved_step} from {folder} of "
-                                  f"{manifest['world_size']} rank(s)"
-                                  f"{'; other flags: ' if changed else ''}{'; '.join(changed)}")
+        text = f"resumed after step {self.saved_step} from {folder} of {manifest['world_size']} rank(s)"
+        if changed:
+            text += f"; other flags: {'; '.join(changed)}"
+        print_on_main(self.world, text)
         self._drop_of_other_script(manifest["flags"]["script"])
         self.starts_from_own = is_own
         self._resume_best(self.state.pop("best", {}))
@@ -131,12 +124,16 @@ class Checkpoints:
 
     def _drop_of_other_script(self, made_by: str) -> None:
         """Drops the state that a script kept for itself, if this run has another one."""
-        held = {name: value for name, value in self.state.get("script", {}).items() if value}
-        if not held or made_by == self.flags["script"]:
+        if made_by == self.flags["script"]:
             return
         counts = []
-        for name, value in held.items():
-            counts.append(f"{len(value)} {name}" if isinstance(value, list) else name)
+        for name, value in self.state.get("script", {}).items():
+            if value and isinstance(value, list):
+                counts.append(f"{len(value)} {name}")
+            elif value:
+                counts.append(name)
+        if not counts:
+            return
         print_on_main(self.world, f"dropped what only {made_by} can use of the checkpoint: {', '.join(counts)}")
         self.state["script"] = {}                       # it would be used, long after, when that script resumes
 
@@ -147,7 +144,7 @@ class Checkpoints:
         best = self._better(results)
         if best and self.starts_from_own:
             self.best = best
-            self._on_main(lambda: self._keep(best))
+            self._on_main(partial(self._keep, best))
 
     def after_step(self, state: dict[str, Any], results: dict[str, float] | None = None) -> None:
         """A step is finished and its metrics are logged. `state`: what the script needs to go on after it, JSON with
@@ -164,10 +161,13 @@ class Checkpoints:
             self._save()
             self.wait()
             raise
-        self.best = best or self.best
-        is_last = state["step"] == state["total_steps"]
-        is_due = bool(self.config.every) and state["step"] % self.config.every == 0
-        if is_last or is_due or best:
+        is_due = state["step"] == state["total_steps"]
+        if self.config.every and state["step"] % self.config.every == 0:
+            is_due = True
+        if best:
+            self.best = best
+            is_due = True
+        if is_due:
             self._save()
         self.check()
 
@@ -190,7 +190,9 @@ class Checkpoints:
         if self.state["step"] != self.saved_step:
             self._save()
         self.wait()
-        saved = ", which is saved" if self.saved_step else "; there is nothing to save yet"
+        saved = "; there is nothing to save yet"
+        if self.saved_step:
+            saved = ", which is saved"
         print_on_main(self.world, f"stopped by {signal.Signals(number).name} after step {self.state['step']}{saved}")
         sys.exit(128 + number)
 
@@ -220,7 +222,9 @@ class Checkpoints:
             return {}
         if not self.metric:
             self.metric = choose_metric(results, self.config.best_metric)
-            what = "lowest" if is_loss(self.metric) else "highest"
+            what = "highest"
+            if is_loss(self.metric):
+                what = "lowest"
             print_on_main(self.world, f"the checkpoint with the {what} {self.metric} is kept (--save.best-metric)")
             if self.best.get("metric") != self.metric:          # an earlier start ranked by another one
                 self.best = {}
@@ -241,7 +245,7 @@ class Checkpoints:
                 print_on_main(self.world, f"{folder}, which was the best checkpoint, is gone")
                 best = {}
         self.best = best
-        self._on_main(lambda: write_best(self.root.parent, best))
+        self._on_main(partial(write_best, self.root.parent, best))
 
     def _keep(self, best: dict[str, Any]) -> None:
         """Names the best checkpoint, then deletes all but this one and the newest, so that a kill loses neither."""
@@ -263,7 +267,8 @@ class Checkpoints:
             self.wait()
             tensors = tensors_of(self.parts)
             if self.config.async_:                              # the thread reads a copy, while training goes on
-                tensors = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+                for name, tensor in tensors.items():
+                    tensors[name] = tensor.to("cpu", copy=True)
             # with --rollout.tp vLLM gives this thread another stream, for whose copies the one that writes cannot wait
             get_device_module(self.world.device).synchronize()
             self.saved_step = self.state["step"]
@@ -274,9 +279,10 @@ class Checkpoints:
     def _write(self, tensors: dict[str, Tensor], state: dict[str, Any], of_rank: list[bytes]) -> None:
         """Writes one checkpoint, with all ranks' threads together. Raises OSError on all ranks."""
         final = self._folder(state["step"])
-        partial = final.with_name(f".{final.name}.partial")
+        unfinished = final.with_name(f".{final.name}.partial")
         try:
-            written = together(lambda: self._write_own(partial, tensors, of_rank), Exception, self.group)
+            write_own = partial(self._write_own, unfinished, tensors, of_rank)
+            written = together(write_own, Exception, self.group)
             files: dict[str, dict[str, int]] = {}
             for entries in written:
                 files |= entries
@@ -288,30 +294,34 @@ class Checkpoints:
                 "outside": self.outside,
                 "files": files,
             }
-            self._on_main(lambda: self._publish(partial, final, manifest), self.group)
+            self._on_main(partial(self._publish, unfinished, final, manifest), self.group)
         except Exception as error:                              # of any rank; a full disk's can be a SafetensorError
             if self.world.is_main:
-                shutil.rmtree(partial, ignore_errors=True)
+                shutil.rmtree(unfinished, ignore_errors=True)
             raise OSError(f"{final} could not be written: {type(error).__name__}: {error}") from error
 
-    def _write_own(self, partial: Path, tensors: dict[str, Tensor], of_rank: list[bytes]) -> dict[str, dict[str, int]]:
+    def _write_own(self, unfinished: Path, tensors: dict[str, Tensor],
+                   of_rank: list[bytes]) -> dict[str, dict[str, int]]:
         """Writes this rank's shards and bytes, and `hf/` on rank 0. Returns size and checksum of all files of this
         rank, now on disk."""
-        save_shards(tensors, partial, self.world.rank)
-        write_parts(partial, self.world.rank, of_rank)
-        mine = list(partial.glob(f"__{self.world.rank}_*"))
+        save_shards(tensors, unfinished, self.world.rank)
+        write_parts(unfinished, self.world.rank, of_rank)
+        mine = list(unfinished.glob(f"__{self.world.rank}_*"))
         if self.world.is_main:
-            write_files(partial / "hf", self.files)
-            mine += [partial / "hf" / name for name in self.files]
+            write_files(unfinished / "hf", self.files)
+            for name in self.files:
+                mine.append(unfinished / "hf" / name)
+        entries = {}
         for path in mine:
-            path.chmod(partial.stat().st_mode & 0o666)          # of safetensors only its owner may read
+            path.chmod(unfinished.stat().st_mode & 0o666)       # of safetensors only its owner may read
             sync(path)
-        return {str(path.relative_to(partial)): entry_of(path) for path in mine}
+            entries[str(path.relative_to(unfinished))] = entry_of(path)
+        return entries
 
-    def _publish(self, partial: Path, final: Path, manifest: dict[str, Any]) -> None:
-        write_manifest(partial, manifest)
-        for folder in (partial / "hf", partial):
+    def _publish(self, unfinished: Path, final: Path, manifest: dict[str, Any]) -> None:
+        write_manifest(unfinished, manifest)
+        for folder in (unfinished / "hf", unfinished):
             sync(folder)
-        partial.rename(final)
+        unfinished.rename(final)
         sync(self.root)
         self._keep(manifest["state"].get("best", {}))

@@ -43,7 +43,9 @@ def read(content: Json, kind: type[PretrainedConfig]) -> Json:
 def without_type(value: Any) -> Any:
     """Without `type`, the old name of `rope_type`: transformers 5 keeps it, and takes the other."""
     if isinstance(value, dict):
-        found = {key: without_type(entry) for key, entry in value.items()}
+        found = {}
+        for key, entry in value.items():
+            found[key] = without_type(entry)
         if "rope_type" in found:
             found.pop("type", None)
         return found
@@ -68,15 +70,21 @@ def old_keys(made: Json, source: Json, before: Json) -> Iterator[tuple[Json, str
 
 def part_of(content: Json, key: str) -> Json:
     part = content.get(key)
-    return part if isinstance(part, dict) else {}
+    if isinstance(part, dict):
+        return part
+    return {}
 
 
 def rope_keys(config: Json) -> Json:
     """The old keys that say what `rope_parameters` says. Families with two kinds of layers have one for each."""
     rope = config.get("rope_parameters") or {}
-    parts = {name: part for name, part in rope.items() if isinstance(part, dict)}
-    main = parts.get("full_attention", {}) if parts else rope
-    main = dict(main)
+    parts = {}                                                  # of each kind of layers
+    for name, part in rope.items():
+        if isinstance(part, dict):
+            parts[name] = part
+    main = dict(rope)
+    if parts:
+        main = dict(parts.get("full_attention", {}))
     if "rope_theta" not in main:
         return {}
     found = {"rope_theta": main.pop("rope_theta")}
@@ -87,8 +95,9 @@ def rope_keys(config: Json) -> Json:
     if config.get("original_max_position_embeddings"):          # phi3, which knows the oldest form alone
         main.pop("original_max_position_embeddings", None)
         main["type"] = main.pop("rope_type")
-    is_default = len(main) == 1 and "default" in main.values()
-    found["rope_scaling"] = None if is_default else main
+    found["rope_scaling"] = main
+    if [*main.values()] == ["default"]:                         # its type is all that it says
+        found["rope_scaling"] = None
     return found
 
 
@@ -99,7 +108,9 @@ def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
     if not path:
         return {}
     config = cached_file(path, CONFIG, _raise_exceptions_for_missing_entries=False)
-    if not config or not is_same(tokenizer, type(tokenizer).from_pretrained(path)):
+    if not config:
+        return {}
+    if not is_same(tokenizer, type(tokenizer).from_pretrained(path)):
         return {}
     folder = Path(config).parent
     found = {}
@@ -113,7 +124,9 @@ def is_same(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> boo
     """Whether two tokenizers have the same tokens, special tokens and chat template."""
     if one.get_vocab() != other.get_vocab():
         return False
-    return one.special_tokens_map == other.special_tokens_map and one.chat_template == other.chat_template
+    if one.special_tokens_map != other.special_tokens_map:
+        return False
+    return one.chat_template == other.chat_template
 
 
 def left_out(flags: Json) -> str:

@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from common.checkpoint.files import FILES as FILES_FORM
-from common.checkpoint.files import MANIFEST, crc32, has_form, read_checkpoint, read_manifest, read_regular, remove
+from common.checkpoint.files import (
+    MANIFEST,
+    crc32,
+    has_form,
+    is_folder,
+    read_checkpoint,
+    read_manifest,
+    read_regular,
+    remove,
+)
 from common.flags.secrets import flags_of
 
 MARK = "plainrl.json"
@@ -27,7 +36,9 @@ def check_replaceable(out: Path, reads_all: bool = True) -> None:
     """Raises ValueError if something is at `out`, or at the hidden names beside it, that is not as this project wrote
     it. `reads_all`: compare contents too, not only names and sizes."""
     for beside in hidden(out):
-        if os.path.lexists(beside) and not is_marked(beside):
+        if not os.path.lexists(beside):
+            continue
+        if not is_marked(beside):
             raise ValueError(f"{beside} is in the way, and has no {MARK}: move it away, or delete it if an earlier "
                              f"version of this project left it there")
     kind = ""
@@ -44,12 +55,14 @@ def check_replaceable(out: Path, reads_all: bool = True) -> None:
 
 def hidden(out: Path) -> list[Path]:
     """Where a folder is written before it gets its name, and where the one that it replaces goes."""
-    return [out.with_name(f".{out.name}.{state}") for state in ("partial", "old")]
+    partial = out.with_name(f".{out.name}.partial")
+    old = out.with_name(f".{out.name}.old")
+    return [partial, old]
 
 
 def is_marked(folder: Path) -> bool:
     """Whether a hidden folder is one that an export left, perhaps while it made it."""
-    if folder.is_symlink() or not folder.is_dir():
+    if not is_folder(folder):
         return False
     if (folder / MARK).is_file():
         return True
@@ -74,7 +87,9 @@ def not_as_written(folder: Path, reads_all: bool = True) -> str:
             return f"has {name}, which was not written with it"
         if path.stat().st_size != files[name]["size"]:
             return f"its {name} was changed since it was written"
-        if reads_all and crc32(path) != files[name]["crc32"]:
+        if not reads_all:
+            continue
+        if crc32(path) != files[name]["crc32"]:
             return f"its {name} was changed since it was written"
     return ""
 
@@ -92,11 +107,11 @@ def check_run_folder(args: Any) -> None:
         if not HOLDER.fullmatch(read_regular(run_dir / LOCK, 10_000)):
             raise ValueError(f"--run-dir {run_dir}: {LOCK} is not of a run: choose another --run-dir")
     elif not has_checkpoints(run_dir):          # one that was copied without its hidden files has
-        found = [path.name for path in sorted(run_dir.glob("*")) if OF_A_RUN.fullmatch(path.name)]
-        if found:
-            raise ValueError(f"--run-dir {run_dir} has {found[0]}, which a run would overwrite, and no {LOCK}, which "
-                             f"every run writes first: choose another --run-dir; if a run made it, `touch "
-                             f"{run_dir / LOCK}`")
+        for path in sorted(run_dir.glob("*")):
+            if OF_A_RUN.fullmatch(path.name):
+                raise ValueError(f"--run-dir {run_dir} has {path.name}, which a run would overwrite, and no {LOCK}, "
+                                 f"which every run writes first: choose another --run-dir; if a run made it, `touch "
+                                 f"{run_dir / LOCK}`")
     if args.save.hf == "never":
         return
     for flag, value in flags_of(args).items():
@@ -114,7 +129,9 @@ def has_checkpoints(run_dir: Path) -> bool:
 
 def paths_in(value: Any) -> list[Path]:
     """What the texts of a flag may name, without links: PATH, or NAME=PATH."""
-    entries = value if isinstance(value, list) else [value]
+    entries = [value]
+    if isinstance(value, list):
+        entries = value
     found = []
     for text in entries:
         if not isinstance(text, str):
@@ -127,19 +144,25 @@ def paths_in(value: Any) -> list[Path]:
 
 def all_but_folders(folder: Path) -> list[Path]:
     """Files, and links of any kind, in a folder and below it, sorted."""
-    return [path for path in sorted(folder.rglob("*")) if path.is_symlink() or not path.is_dir()]
+    found = []
+    for path in sorted(folder.rglob("*")):
+        if not is_folder(path):
+            found.append(path)
+    return found
 
 
 def remove_checkpoint(folder: Path) -> None:
     """Removes a checkpoint, except files in it that no run writes: they get a folder beside it."""
-    if folder.is_symlink() or not folder.is_dir():              # of one that was moved elsewhere, the link
+    if not is_folder(folder):                                   # of one that was moved elsewhere, the link
         remove(folder)
         return
     own = read_checkpoint(folder).get("files", {})
     others: dict[Path, str] = {}
     for path in all_but_folders(folder):
         name = str(path.relative_to(folder))
-        if name in own or OF_A_CHECKPOINT.fullmatch(name):
+        if name in own:
+            continue
+        if OF_A_CHECKPOINT.fullmatch(name):
             continue
         if not own and name.startswith("hf/"):                  # a kill may have removed the manifest already
             continue

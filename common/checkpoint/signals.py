@@ -21,6 +21,10 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 HANG_EXIT_CODE = 124
 
 
+def do_nothing(*_: object) -> None:
+    """A handler of a signal, without which the signal would end the process."""
+
+
 class Watchdog:
     """Made once, in the main thread, before the process group, which may wait for ranks that never come. Then a thread
     watches until the process ends.
@@ -40,12 +44,14 @@ class Watchdog:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             self.launcher = os.getppid()
         self.seconds = 0.0  # that this process has run: no clock, because Slurm or Ctrl-Z may suspend it
-        self.silent_s = SILENT_S if timeout_s else float("inf")  # without a report a rank is gone after this
+        self.silent_s = float("inf")                            # without a report a rank is gone after this
+        if timeout_s:
+            self.silent_s = SILENT_S
         self.phase("setup")
         self.watched = ["0"]                                    # ranks, as keys of the store
         if self.rank == "0":
             num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
-            self.watched = [str(rank) for rank in range(num_ranks)]
+            self.watched = [*map(str, range(num_ranks))]
         self.heard: dict[str, float] = {}
         """The last report of each watched rank that has not left, and `seconds` when it came."""
         self.leaving = threading.Event()
@@ -54,7 +60,7 @@ class Watchdog:
         os.set_blocking(wakeup, False)
         signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
         for number in STOP_SIGNALS:
-            signal.signal(number, lambda *_: None)
+            signal.signal(number, do_nothing)                   # the pipe tells of it
         threading.Thread(target=self._run, args=(pipe,), name="watchdog", daemon=True).start()
 
     def phase(self, name: str) -> None:
@@ -91,7 +97,11 @@ class Watchdog:
                 if self.store.check(self.watched):  # all of them have begun
                     self._hear(self.store.multi_get(self.watched))
             self.store.multi_set([self.rank, f"left {self.rank}"], [f"rank {self.rank}: {self.last_report}", ""])
-            self.store.wait([f"left {rank}" for rank in self.watched if rank != "0"])
+            others = []
+            for rank in self.watched:
+                if rank != "0":
+                    others.append(f"left {rank}")
+            self.store.wait(others)
         except RuntimeError:
             self.silent_s = 0.0  # the store is gone, with torchrun or rank 0
 
@@ -115,40 +125,48 @@ class Watchdog:
                 for number in os.read(pipe, 64):
                     if number in STOP_SIGNALS:
                         self._on_signal(number)
-            if self.launcher is not None and os.getppid() != self.launcher:
+            if self.launcher not in (None, os.getppid()):
                 self._end(f"torchrun is gone, in phase {phase!r}", 1)
             if 0 < self.timeout_s < self.seconds - begin:
                 self._end(f"phase {phase!r} takes longer than --save.timeout-s {self.timeout_s:g}", HANG_EXIT_CODE)
-            heard = self.heard                                  # the reporter replaces it
-            if heard and not self.leaving.is_set():
+            heard = self._heard_of()
+            if heard:
                 # the cause comes first: of two that were heard of at the same time, the one that said nothing
                 # at its end
-                report = min(heard, key=lambda report: (heard[report], report))
-                if self.seconds - heard[report] > self._limit(report):
+                seconds, report = min(zip(heard.values(), heard))
+                if self.seconds - seconds > self._limit(report):
                     self._end(f"another rank ended, in phase {phase!r}. Its last report: {report}", 1)
+
+    def _heard_of(self) -> dict[str, float]:
+        """`heard`, which the reporter may replace meanwhile; while this rank leaves, it waits for none."""
+        if self.leaving.is_set():
+            return {}
+        return self.heard
 
     def _limit(self, report: str) -> float:
         """Seconds after which a rank with this last report is gone."""
         if report.startswith("rank"):
             return 4.0  # the process that made a last report has them to end, so that torchrun's own report names it
-        if "in phase 'setup" in report and self.silent_s >= SILENT_S:
+        if self.silent_s < SILENT_S:
+            return self.silent_s
+        if "in phase 'setup" in report:
             return 15 * self.silent_s  # the import of a package from a slow disk keeps Python's lock
         return self.silent_s
 
     def _on_signal(self, number: int) -> None:
-        if self.signal == signal.SIGINT == number:
-            os._exit(128 + number)
-        is_first = not self.signal
-        if number == signal.SIGTERM and is_first and self._has_lost_a_rank():
+        if self.signal:
+            if self.signal == signal.SIGINT == number:
+                os._exit(128 + number)
+            return
+        if number == signal.SIGTERM and self._has_lost_a_rank():
             # Those that are left can reach no safe point.
-            if not self.heard or self.leaving.is_set():
+            if not self._heard_of():
                 self._end(f"another rank ended, in phase {self.current[0]!r}", 1)
             self.silent_s = 4.0  # then its silence tells which rank it was
             return
-        if is_first and self.rank == "0":
+        if self.rank == "0":
             sys.stderr.write(f"{signal.Signals(number).name}: stopping at the next micro-batch, to save what is done\n")
-        if is_first:
-            self.signal = number
+        self.signal = number
 
     def _has_lost_a_rank(self) -> bool:
         """Whether torchrun has reaped a rank that ended with an error."""

@@ -94,7 +94,9 @@ class ConversationSet:
             responses.append(tokens[1:])
             masks.append(mask[1:])
         batch = Batch.build(prompts, responses, index=mine, masks=masks).to(world.device)
-        microbatches = [batch.microbatch(shares[world.rank]) for shares in plan.minibatches[0]]
+        microbatches = []
+        for shares in plan.minibatches[0]:
+            microbatches.append(batch.microbatch(shares[world.rank]))
         return Minibatch(microbatches, torch.zeros(len(numbers), dtype=torch.float64))
 
 
@@ -123,16 +125,22 @@ def load_conversations(files: Sequence[str], tokenizer, stops: list[int], config
         end = tokenizer.eos_token or ""
         texts = []
         for text, is_answer in chain(*parsed):
-            texts.append(text.removesuffix(end) if is_answer else text)
+            if is_answer:
+                text = text.removesuffix(end)
+            texts.append(text)
         loaded.note_special("\n".join(texts), tokenizer, is_plain=template is None)
         encoded: list[Encoded] = []
+        all_tokens: list[int] = []
+        longest = 0
         for pieces in parsed:
             tokens, mask = encode(pieces, tokenizer, template, stops, config.max_length)
             if parser.padding is not None:
                 tokens, mask = without_padding(tokens, mask, parser.padding)
             encoded.append((tokens, mask))
-        check_tokens([*chain(*(tokens for tokens, _ in encoded))], tokenizer, embedded)
-        if any(len(tokens) > config.max_length for tokens, _ in encoded):
+            all_tokens += tokens
+            longest = max(longest, len(tokens))
+        check_tokens(all_tokens, tokenizer, embedded)
+        if longest > config.max_length:
             shortened = truncated(encoded, config.max_length)
             if config.on_long_row == "filter" or shortened is None:
                 loaded.num_filtered += 1
@@ -156,7 +164,9 @@ def truncated(encoded: list[Encoded], length: int) -> list[Encoded] | None:
         if not any(mask[:length]):
             return None
     are_same = found[1:] == found[:1]
-    return None if are_same else found
+    if are_same:
+        return None
+    return found
 
 
 def without_padding(tokens: list[int], mask: list[bool], padding: int) -> Encoded:
@@ -203,7 +213,7 @@ def encode(pieces: list[Piece], tokenizer, template: dict[str, Any] | None, stop
                                  f"the model would not learn to stop; --data.chat-template-file FILE names another")
             num_trained = ends[0] + 1
         tokens += new
-        mask += [n < num_trained for n in range(len(new))]
+        mask += [True] * num_trained + [False] * (len(new) - num_trained)
     return tokens, mask
 
 
@@ -238,8 +248,10 @@ def parse_pair(row: dict[str, Any]) -> list[list[dict[str, Any]]]:
     check_turns(prompt, rejected)
     conversations = []
     for messages in (chosen, rejected):
-        has_prompt = messages[: len(prompt)] == prompt
-        conversations.append(messages if has_prompt else [*prompt, *messages])
+        if messages[: len(prompt)] == prompt:
+            conversations.append(messages)
+        else:
+            conversations.append([*prompt, *messages])
     return conversations
 
 

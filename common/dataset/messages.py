@@ -17,7 +17,11 @@ def as_written(value: Any, column: str = "") -> Any:
     a key without a value is dropped, at any depth; in JSON lines, too. Some writers store text as bytes. Raises
     ValueError for bytes that are no UTF-8."""
     if isinstance(value, dict):
-        return {key: as_written(inner, column) for key, inner in value.items() if inner is not None}
+        written = {}
+        for key, inner in value.items():
+            if inner is not None:
+                written[key] = as_written(inner, column)
+        return written
     if isinstance(value, list):
         return [as_written(inner, column) for inner in value]
     if isinstance(value, bytes):
@@ -48,13 +52,22 @@ def parse_row(row: dict[str, Any], config: DataConfig) -> Prompt:
     else:
         column = config.reward_model_column
         truth = row.get("reward_model")
-    has_truth = isinstance(truth, dict) and truth.get("ground_truth") is not None
+    has_truth = False
+    if isinstance(truth, dict):
+        has_truth = truth.get("ground_truth") is not None
     if not has_truth:
         raise ValueError(f"{column} is {truth!r:.80}; it must have a ground_truth (--data.ground-truth-column)")
     extra_info = row.get("extra_info")
     if not isinstance(extra_info, dict | None):
         raise ValueError(f"{config.extra_info_column} is {extra_info!r:.80}; it must be a struct or absent")
-    return Prompt([], data_source, truth["ground_truth"], extra_info or {}, messages, row)
+    return Prompt(
+        tokens=[],
+        data_source=data_source,
+        ground_truth=truth["ground_truth"],
+        extra_info=extra_info or {},
+        messages=messages,
+        row=row,
+    )
 
 
 def with_response(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
@@ -71,9 +84,11 @@ def parse_messages(prompt: Any, column: str, role: str = "user") -> list[dict[st
         messages = [{"role": role, "content": prompt}]
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise ValueError(f"{column} is {prompt!r:.80}; it must name a column of strings or lists of {{role, content}}")
-    found = [given_keys(message) for message in messages]
-    for message in found:
-        check_message(message, column)
+    found = []
+    for message in messages:
+        given = given_keys(message)
+        check_message(given, column)
+        found.append(given)
     if not found or is_empty(found[-1]):
         raise ValueError(f"{column} is empty; there must be at least one message, and text in the last")
     return found
@@ -81,7 +96,10 @@ def parse_messages(prompt: Any, column: str, role: str = "user") -> list[dict[st
 
 def given_keys(message: dict[str, Any]) -> dict[str, Any]:
     """The message as templates need it: they ask whether a key is there, and a key without a value is not."""
-    found = {key: value for key, value in message.items() if value is not None}
+    found = {}
+    for key, value in message.items():
+        if value is not None:
+            found[key] = value
     if found.get("tool_calls"):
         # a message of calls alone has no content in OpenAI's form, and templates add texts to it
         found = {"content": ""} | found

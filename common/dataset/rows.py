@@ -49,14 +49,17 @@ def read_rows(file: str, names: Collection[str]) -> Iterator[bytes | pa.StructSc
             return
         with pq.ParquetFile(file, buffer_size=2**20, pre_buffer=False) as parquet:  # the defaults hold it in memory
             there = parquet.schema_arrow.names
-            found = there
-            if names:
-                found = [name for name in there if name in names]
+            found = []
+            for name in there:
+                if not names or name in names:
+                    found.append(name)
             if not found:
                 raise ValueError(f"{file} has none of the columns {', '.join(filter(None, names))}; it has "
                                  f"{', '.join(there)}: give names, e.g. --data.prompt-column NAME")
             num_rows = parquet.metadata.num_rows
-            num_bytes = sum(parquet.metadata.row_group(i).total_byte_size for i in range(parquet.num_row_groups))
+            num_bytes = 0
+            for i in range(parquet.num_row_groups):
+                num_bytes += parquet.metadata.row_group(i).total_byte_size
             bytes_per_row = num_bytes // max(1, num_rows) + 1
             at_once = min(BATCH_ROWS, BATCH_BYTES // bytes_per_row + 1)
             for batch in parquet.iter_batches(at_once, columns=found):
@@ -64,7 +67,9 @@ def read_rows(file: str, names: Collection[str]) -> Iterator[bytes | pa.StructSc
                 yield from pa.StructArray.from_arrays(columns, found)
                 num_read += len(batch)
     except (pa.ArrowException, OSError, KeyError) as error:  # KeyError: two columns of the same name
-        where = " as parquet" if file.endswith(PARQUET) else ""
+        where = ""
+        if file.endswith(PARQUET):
+            where = " as parquet"
         if num_rows and not isinstance(error, KeyError):
             where += f" in its rows {num_read} to {min(num_read + at_once, num_rows) - 1} (counted from 0)"
         raise ValueError(f"{file} cannot be read{where}: {error}") from None

@@ -77,7 +77,9 @@ class PromptSet(Sequence):
     def images_of(self, number: int, row: int) -> list[bytes]:
         """The images of a sequence with this number in the step, in their order. `row`: of the prompt whose images come
         first; below 0: there are none."""
-        files = self[row].images.files if row >= 0 else []
+        files: list[bytes] = []
+        if row >= 0:
+            files = self[row].images.files
         own = self.own_images.get(number, ())
         return [*files, *map(b64decode, own)]
 
@@ -85,7 +87,10 @@ class PromptSet(Sequence):
         """Get `own_images` of the sequences in this rank's mini-batches from the ranks that sampled them, with common
         /rollout.py's rollout. All ranks call it."""
         if self.has_images:
-            own = {number: part.images for number, *_, part in rollout.sequences() if part.images}
+            own = {}
+            for number, *_, part in rollout.sequences():
+                if part.images:
+                    own[number] = part.images
             wanted: list[int] = []
             for batch in chain(*minibatches):
                 wanted += batch.number.tolist()
@@ -103,17 +108,25 @@ def template_arguments(tokenizer, config: TemplateConfig) -> dict[str, Any] | No
         return None
     arguments = json_object("--data.chat-template-kwargs", config.chat_template_kwargs)
     own = inspect.signature(tokenizer.apply_chat_template).parameters
-    names = [name for name in arguments if name not in own]
+    names = []
+    for name in arguments:
+        if name not in own:
+            names.append(name)
     if config.chat_template_file:
         arguments["chat_template"] = Path(config.chat_template_file).read_text()
     elif not tokenizer.chat_template:
         raise ValueError(f"the tokenizer of {tokenizer.name_or_path} has no chat template (a base model?); use "
                          f"--data.template plain, or give one with --data.chat-template-file FILE")
     words = re.findall(r"\w+", str(arguments.get("chat_template") or tokenizer.chat_template))
-    unread = [name for name in names if name not in words]
+    unread = []
+    for name in names:
+        if name not in words:
+            unread.append(name)
     if unread:
         similar = difflib.get_close_matches(unread[0], set(words), n=1)
-        meant = f"; did you mean {similar[0]}?" if similar else "; leave it out"
+        meant = "; leave it out"
+        if similar:
+            meant = f"; did you mean {similar[0]}?"
         raise ValueError(f"--data.chat-template-kwargs has {unread[0]}, which the chat template never reads{meant}")
     return arguments
 
@@ -279,7 +292,9 @@ def store_file(stream: pa.RecordBatchStreamWriter, file: str, form: RowFormat, l
 
 def columns_of(found: dict[str, Any], form: RowFormat) -> dict[str, Any]:
     """A row of a file under our names. Raises ValueError for pictures where none can be."""
-    row = dict(found) if form.all_columns else {}
+    row = {}
+    if form.all_columns:
+        row = dict(found)
     for ours, name in form.columns.items():
         if name in found:
             row[ours] = found[name]

@@ -35,12 +35,18 @@ def measure_episodes(meter: Meter, samples: Sequence[Sample], config: RolloutCon
     meter.spread("timing_s/agent_loop/tool_calls", numbers(tool_seconds))
     meter.mean("episode/tool_errors", numbers(tool_errors))
     meter.mean("episode/num_sequences", numbers(num_sequences))
-    is_dropped = [reason in config.drop for reason in end_reasons]
+    is_dropped = []
+    for reason in end_reasons:
+        is_dropped.append(reason in config.drop)
     meter.mean("episode/dropped_frac", numbers(is_dropped))
     for reason in END_REASONS:
-        has_reason = [end_reason == reason for end_reason in end_reasons]
+        has_reason = []
+        for end_reason in end_reasons:
+            has_reason.append(end_reason == reason)
         meter.mean(f"episode/{reason}_frac", numbers(has_reason))
-    of_environment: dict[str, list[Sample]] = {name: [] for name in environments(config.episode)}
+    of_environment: dict[str, list[Sample]] = {}                # also those without a sample
+    for name in environments(config.episode):
+        of_environment[name] = []
     for sample in samples:
         name = environment_of(sample.prompt, config.episode)
         of_environment[name].append(sample)

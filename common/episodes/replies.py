@@ -39,6 +39,9 @@ def reply_of(template: ChatTemplate, parse: Parse | None, conversation: Conversa
     if conversation.tools and parse is not None:
         said, calls = parse(said, conversation.tools)
         reply |= {"content": said, "tool_calls": calls}
-    readable = [call for call in calls if "error" not in call]
+    readable = []
+    for call in calls:
+        if "error" not in call:
+            readable.append(call)
     conversation.keep_form(written, said, readable)
     return reply

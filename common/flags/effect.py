@@ -62,7 +62,9 @@ def with_defaults(args: Any) -> Any:
     """`args` with the default of every field that has one."""
     required = {}
     for field in dataclasses.fields(args):
-        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+        if field.default is not dataclasses.MISSING:
+            continue
+        if field.default_factory is dataclasses.MISSING:
             required[field.name] = vars(args)[field.name]
     return type(args)(**required)
 
@@ -79,7 +81,8 @@ def conditions(args: Any) -> dict[str, list[tuple[str, str]]]:
     for name, text in helps.items():
         parts = []
         for kind, clause in SENTENCE.findall(text):
-            parts += [(kind, part) for part in clause.split(" and ")]
+            for part in clause.split(" and "):
+                parts.append((kind, part))
         if parts:
             flag = f"--{name.replace('_', '-').rstrip('-')}"
             found[flag] = parts
@@ -90,8 +93,10 @@ def help_texts(flags: type) -> dict[str, str]:
     """The fields of a dataclass -> the text below each, in one line. A class that declares a field again says more."""
     found: dict[str, str] = {}
     for owner in reversed(flags.__mro__):
+        if not dataclasses.is_dataclass(owner):
+            continue
         file = vars(sys.modules[owner.__module__]).get("__file__")      # a notebook's own cell has none
-        if file and dataclasses.is_dataclass(owner):
+        if file:
             found |= texts_of_class(file, owner.__name__)
     return found
 
@@ -138,14 +143,22 @@ def reason(kind: str, condition: str, flag: str, given: dict[str, Any], device: 
         return ""
     if kind == "Only for":
         return f"is only for {condition}: the training is the same without it"
-    with_others = "with " + " and ".join(named(other, value) for other, value in values.items())
-    if all(value in (None, "", []) for value in values.values()):
+    are_off = True
+    shown = []
+    for other, value in values.items():
+        shown.append(named(other, value))
+        if value not in (None, "", []):
+            are_off = False
+    with_others = f"with {' and '.join(shown)}"
+    if are_off:
         with_others = f"without {' or '.join(values)}"
     if kind == "Not with":
         return f"does nothing {with_others}: leave one of them out"
     if not values:
         return f"does nothing in this script, as it needs {condition}: leave {flag} out"
-    needed = condition if condition.startswith("--") else f"{group}.{condition}"
+    needed = condition
+    if not condition.startswith("--"):
+        needed = f"{group}.{condition}"
     return f"does nothing {with_others}: set {needed}, or leave {flag} out"
 
 
@@ -154,9 +167,13 @@ def is_met(value: Any, wanted: list[str]) -> bool:
     if wanted[:1] == ["above"]:
         return value > float(wanted[1])
     if wanted:
-        values = value if isinstance(value, list) else [value]
+        values = [value]
+        if isinstance(value, list):
+            values = value
         return not {*map(str, values)}.isdisjoint(wanted)
-    return bool(value) and value not in OFF
+    if not value:
+        return False
+    return value not in OFF
 
 
 def named(flag: str, value: Any) -> str:

@@ -49,8 +49,13 @@ class _LinearLogp(torch.autograd.Function):
     def forward(ctx, hidden, weight, targets, *settings):
         temperature, softcap, logit_scale, with_sum_p2, tile = settings
         top = hidden.new_full(targets.shape, -1e30, dtype=accumulate_dtype(hidden))   # [N] running maximum
-        total, moment, squares, picked = (torch.zeros_like(top) for _ in range(4))     # sums of e, e (z - top), e^2
-        absorb = _compiled(_absorb) if hidden.is_cuda else _absorb
+        total = torch.zeros_like(top)                                                  # sum of e = exp(z - top)
+        moment = torch.zeros_like(top)                                                 # sum of e (z - top)
+        squares = torch.zeros_like(top)                                                # sum of e^2
+        picked = torch.zeros_like(top)                                                 # the targets' logits
+        absorb = _absorb
+        if hidden.is_cuda:
+            absorb = _compiled(_absorb)
         with matmul(hidden, weight) as mm:
             for vocab in slices(weight.shape[0], tile[1]):
                 head = mm.operand(weight[vocab])
@@ -58,7 +63,10 @@ class _LinearLogp(torch.autograd.Function):
                     z = _logits(mm, mm.operand(hidden[rows]), head, temperature, softcap, logit_scale)   # a tile
                     here, column = _find(targets[rows], vocab)
                     picked[rows] = torch.where(here, z.gather(1, column[:, None])[:, 0], picked[rows])
-                    absorb(z, top[rows], total[rows], moment[rows], squares[rows] if with_sum_p2 else None)
+                    squares_of_rows = None
+                    if with_sum_p2:
+                        squares_of_rows = squares[rows]
+                    absorb(z, top[rows], total[rows], moment[rows], squares_of_rows)
                     del z                                                              # before the next tile is made
                 del head
         log_total = total.log()
@@ -66,8 +74,10 @@ class _LinearLogp(torch.autograd.Function):
         entropy = log_total - moment / total
         ctx.save_for_backward(hidden, weight, targets, top + log_total, entropy)
         ctx.settings = settings
-        sum_p2 = squares / total.square() if with_sum_p2 else None
-        ctx.mark_non_differentiable(*([sum_p2] if with_sum_p2 else []))
+        sum_p2 = None
+        if with_sum_p2:
+            sum_p2 = squares / total.square()
+            ctx.mark_non_differentiable(sum_p2)
         ctx.set_materialize_grads(False)                                               # None for what is in no loss
         return logp, entropy, sum_p2
 
@@ -82,7 +92,9 @@ class _LinearLogp(torch.autograd.Function):
         dtype = accumulate_dtype(hidden)
         grad_hidden = torch.zeros_like(hidden, dtype=dtype)
         grad_weight = torch.empty_like(weight) if want_weight else None
-        slope_of = _compiled(_slope) if hidden.is_cuda else _slope
+        slope_of = _slope
+        if hidden.is_cuda:
+            slope_of = _compiled(_slope)
         with matmul(hidden, weight) as mm:
             for vocab in slices(weight.shape[0], tile[1]):
                 head = mm.operand(weight[vocab])
@@ -141,7 +153,9 @@ def _compiled(function: Callable) -> Callable:
 
 
 def accumulate_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+    if x.dtype == torch.float64:
+        return torch.float64
+    return torch.float32
 
 
 def slices(length: int, size: int):
@@ -158,7 +172,9 @@ def _logits(mm, h, head, temperature, softcap, logit_scale) -> Tensor:
     z = mm(h, head.T)
     if softcap:
         return z.mul_(logit_scale / softcap).tanh_().mul_(softcap / temperature)
-    return z.mul_(logit_scale / temperature) if logit_scale != temperature else z
+    if logit_scale != temperature:
+        z.mul_(logit_scale / temperature)
+    return z
 
 
 class _Matmul:
@@ -172,7 +188,9 @@ class _Matmul:
         return x.to(self.dtype)
 
     def __call__(self, a: Tensor, b: Tensor) -> Tensor:
-        return torch.mm(a, b, out_dtype=torch.float32) if self.fused else a @ b
+        if self.fused:
+            return torch.mm(a, b, out_dtype=torch.float32)
+        return a @ b
 
     def add(self, out: Tensor, a: Tensor, b: Tensor) -> None:
         if self.fused:

@@ -24,7 +24,9 @@ class Offload:
 
     def __init__(self, config: OffloadConfig, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]):
         """`models`: all that live on the GPU, frozen ones too. On CPUs it works and gains nothing."""
-        offloaded = models if config.params else []
+        offloaded: Sequence[nn.Module] = []
+        if config.params:
+            offloaded = models
         self.params = OffloadedTensors(partial(weights_of, offloaded))
         self.moments: list[OffloadedTensors] = []
         if config.optimizer:
@@ -45,9 +47,16 @@ def moments_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 def offload_moments(optimizer: torch.optim.Optimizer) -> "OffloadedTensors":
     """Keep an optimizer's moments in host memory, except for its steps and a save."""
     moments = OffloadedTensors(partial(moments_of, optimizer))
-    optimizer.register_step_pre_hook(lambda *_: moments.to_device())
-    optimizer.register_step_post_hook(lambda *_: moments.to_host())
-    optimizer.register_state_dict_pre_hook(lambda *_: moments.to_device())
+
+    def to_device(*_: object) -> None:
+        moments.to_device()
+
+    def to_host(*_: object) -> None:
+        moments.to_host()
+
+    optimizer.register_step_pre_hook(to_device)
+    optimizer.register_step_post_hook(to_host)
+    optimizer.register_state_dict_pre_hook(to_device)
     return moments
 
 

@@ -10,6 +10,7 @@ from common.model.loading import FLOAT32_FROZEN, Weights, load_critic, load_froz
 from common.model.lora import Reference
 from common.model.optimizers import WEIGHTS, OptimConfig, make_optimizer
 from common.model.policy import Critic, PackedModel, Policy
+from common.model.sharding import num_changes
 from common.parallel import ranks
 
 
@@ -25,6 +26,8 @@ class Models:
         self.models: dict[str, PackedModel] = {}
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self.has_resumed = False
+        self.num_changes_before: dict[str, int] = {}
+        """How often the weights of each frozen model were changed before the first step."""
 
     def load_policy(self, name: str, path: str, optim: OptimConfig,
                     load: Callable[..., Any] = load_policy) -> tuple[Policy, torch.optim.Optimizer]:
@@ -64,6 +67,20 @@ class Models:
         self.models[name] = model
         self.optimizers[name] = torch.optim.SGD(model.parameters())
         return model
+
+    def watch_frozen(self) -> None:
+        """From now on the models that no checkpoint holds keep their weights."""
+        for name, model in self.models.items():
+            if name not in self.optimizers:
+                self.num_changes_before[name] = num_changes(model)
+
+    def check_frozen(self) -> None:
+        """Raises RuntimeError if one of them has others now. A script may have dropped some."""
+        for name, before in self.num_changes_before.items():
+            if name in self.models and num_changes(self.models[name]) != before:
+                raise RuntimeError(f"this script has changed the weights of {name}, which no checkpoint holds: load it "
+                                   f"with run.load_average (float32, for an average over steps), or with "
+                                   f"run.load_frozen(..., is_saved=True) (for copies of other weights)")
 
     def _before_loading(self, name: str) -> None:
         if name in self.models:

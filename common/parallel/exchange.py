@@ -50,9 +50,13 @@ def exchange(batch: Batch, destination: np.ndarray | Tensor) -> Batch:
     # a row of bytes for each token, so that all fit in one message
     columns = []                                                                            # [T, bytes] each
     for values, per in batch.present().values():
-        of_tokens = values if per == "token" else values[batch.sequence_ids]                # [T, ...]
+        of_tokens = values                                                                  # [T, ...]
+        if per == "response":
+            of_tokens = values[batch.sequence_ids]
         columns.append(of_tokens[:, None].flatten(1).view(torch.uint8))
-    widths = [field.dtype.itemsize * field.shape.numel() for field in fields.values()]
+    widths = []                                                                             # in bytes
+    for field in fields.values():
+        widths.append(field.dtype.itemsize * field.shape.numel())
     sent = torch.cat(columns, dim=1).view(-1, sum(widths))
     received, _ = all_to_all(sent, sizes_out)                                               # [T', bytes]
 
@@ -82,7 +86,9 @@ def routing_of(lengths: list[int], told: list[Tensor | None]) -> Tensor | None:
     """[T, layers, k] of this rank's sequences: the experts that the engine reported for the first tokens of each; -1
     for the others, which affect no log-prob. None: no engine reported experts. All ranks call it."""
     shapes: list[tuple[int, ...]] = [(0, 0)]                            # (layers, k)
-    shapes += [tuple(experts.shape[1:]) for experts in told if experts is not None]
+    for experts in told:
+        if experts is not None:
+            shapes.append(tuple(experts.shape[1:]))
     shape = all_max(max(shapes)).int().tolist()
     whole = torch.full((sum(lengths), *shape), -1, dtype=torch.int16)
     for of_sequence, experts in zip(whole.split(lengths), told):
@@ -98,12 +104,17 @@ def deliver(mine: dict[int, Any], wanted: list[int]) -> dict[int, Any]:
     left out. All ranks call it."""
     messages = []                                                                             # one to each rank
     for wanted_there in all_gather_objects(wanted):
-        found = {number: mine[number] for number in wanted_there if number in mine}
+        found = {}
+        for number in wanted_there:
+            if number in mine:
+                found[number] = mine[number]
         messages.append(pickle.dumps(found))
     sent = torch.frombuffer(bytearray().join(messages), dtype=torch.uint8)
     sizes_out = torch.tensor([*map(len, messages)])
     received, sizes_in = all_to_all(sent, sizes_out)
-    parts = [pickle.loads(part.numpy().tobytes()) for part in received.split(sizes_in.tolist())]
+    parts = []
+    for part in received.split(sizes_in.tolist()):
+        parts.append(pickle.loads(part.numpy().tobytes()))
     return dict(ChainMap(*parts))
 
 

@@ -76,6 +76,8 @@ def answer_of(run: Any, number: int, row: int, key: str) -> Sample:
     tokens = [token for token, is_answer in zip(tokens, mask) if is_answer]
     check_tokens(tokens, run.tokenizer, embedding_size(run.tokenizer.name_or_path))
     kept = tokens[: run.args.rollout.max_response_length]
-    finish_reason = "stop" if len(kept) == len(tokens) else "length"
+    finish_reason = "length"
+    if len(kept) == len(tokens):
+        finish_reason = "stop"
     response = Response(kept, [0.0] * len(kept), finish_reason)
     return Sample(number, number, row, prompt, response, text)

@@ -27,11 +27,25 @@ class Numbers:
 
     @classmethod
     def of(cls, s: Sample) -> "Numbers":
-        num_prompt = sum(len(prompt) for prompt, _ in s.sequences)
-        num_sampled = sum(part.num_sampled for _, part in s.sequences)
-        num_other = sum(len(part.tokens) for _, part in s.sequences) - num_sampled
-        return cls(math.isfinite(s.score), np.nan_to_num(s.score), s.group, s.row, s.step, num_prompt, num_sampled,
-                   num_other, len(s.sequences), s.response.finish_reason == "length")
+        num_prompt = 0
+        num_sampled = 0
+        num_tokens = 0
+        for prompt, part in s.sequences:
+            num_prompt += len(prompt)
+            num_sampled += part.num_sampled
+            num_tokens += len(part.tokens)
+        return cls(
+            has_score=math.isfinite(s.score),
+            scores=np.nan_to_num(s.score),
+            group=s.group,
+            row=s.row,
+            step=s.step,
+            prompt_lengths=num_prompt,
+            response_lengths=num_sampled,
+            other_lengths=num_tokens - num_sampled,
+            num_sequences=len(s.sequences),
+            truncated=s.response.finish_reason == "length",
+        )
 
 
 def gather_rollout(samples: list[Sample]) -> Rollout:

@@ -164,7 +164,9 @@ class PendingRollout:
         if reply:
             sample.text = reply["text"]
         else:
-            stop = self.sampling.stop if self.sampling else ()
+            stop: tuple[str, ...] = ()
+            if self.sampling:
+                stop = self.sampling.stop
             sample.text = response.text(self.scoring.tokenizer, stop)
         if pool is not None:
             prompt = sample.prompt
@@ -176,7 +178,10 @@ class PendingRollout:
         Adds to `meter` reward/error_frac, reward/timeout_frac, and reward/NAME for the numbers that a reward function
         returned besides its score. Raises RuntimeError on all ranks if too many samples have no score.
         """
-        mine = [sample for sample in self.samples if sample.response is not None]
+        mine = []                                                   # that this rank of the engine has to score
+        for sample in self.samples:
+            if sample.response is not None:
+                mine.append(sample)
         if self.scoring.pool is not None:
             scores = self.scoring.pool.results()
         else:
@@ -208,7 +213,7 @@ class PendingRollout:
             messages = sample.response.messages or with_response(sample.prompt.messages, sample.text)
             conversations.append(messages)
         judged = model.score(conversations)
-        finite = [score for score in judged if math.isfinite(score)]
+        finite = [*filter(math.isfinite, judged)]
         meter.mean("reward/model", torch.tensor(finite, dtype=torch.float64))
         for i, failure in enumerate(scores.failures):
             if failure is not None:
@@ -224,19 +229,25 @@ class PendingRollout:
                 raise RuntimeError(f"reward of sample {i} failed and --reward.on-error is stop: {text}")
             scores.failures[i] = "invalid"
             scores.first_failure = scores.first_failure or text
-            scores.scores[i] = 0.0 if on_error == "zero" else math.nan
+            scores.scores[i] = math.nan
+            if on_error == "zero":
+                scores.scores[i] = 0.0
 
 
 def scores_without_functions(samples: list[Sample]) -> Scores:
     """What stands in for the reward functions where a reward model scores alone: 0, to which its score is
     added. An episode that failed has no score, whatever the reward model would say of it."""
     scores = []
+    extras: list[dict[str, Any]] = []
     for sample in samples:
-        has_failed = sample.response.end_reason in ("timeout", "error")
-        scores.append(math.nan if has_failed else 0.0)
+        score = 0.0
+        if sample.response.end_reason in ("timeout", "error"):
+            score = math.nan
+        scores.append(score)
+        extras.append({})
     return Scores(
         scores=scores,
-        extras=[{} for _ in samples],
+        extras=extras,
         failures=[None] * len(samples),
     )
 
@@ -244,8 +255,11 @@ def scores_without_functions(samples: list[Sample]) -> Scores:
 def measure_rewards(meter: Meter, samples: list[Sample], scores: Scores) -> None:
     """Add to `meter` the shares of failures, and the means of the numbers in the reward dicts. All ranks call
     it."""
-    is_timeout = [kind == "timeout" for kind in scores.failures]
-    is_error = [kind not in (None, "timeout") for kind in scores.failures]
+    is_timeout = []
+    is_error = []
+    for kind in scores.failures:
+        is_timeout.append(kind == "timeout")
+        is_error.append(kind not in (None, "timeout"))
     meter.mean("reward/timeout_frac", torch.tensor(is_timeout))
     meter.mean("reward/error_frac", torch.tensor(is_error))
     numbers: dict[str, list[float]] = {}

@@ -65,19 +65,30 @@ def find_spans(rollout: Rollout, tokenizer: Any, scores: str = "step_scores", en
                 of_token[first + t] = (sample.index, int(np.searchsorted(bounds, stops[t])))
             for k, (score, end) in enumerate(zip(sample.extras[scores], bounds)):
                 reached = sampled[begins[sampled] < end]  # the end may be in what a tool said
-                last = reached[-1] if len(reached) else sampled[0]
+                last = sampled[0]
+                if len(reached):
+                    last = reached[-1]
                 mine[sample.index, k] = float(score), first + int(last)
         return [(response, k, score) for (response, k), (score, _) in mine.items()]
 
     found = sorted(chain(*together(find_mine, ValueError)))
-    number = {(response, k): n for n, (response, k, _) in enumerate(found)}
-    response = torch.tensor([i for i, _, _ in found], dtype=torch.int64)
+    number: dict[tuple[int, int], int] = {}  # the same keys -> the number of the span
+    responses = []
+    all_scores = []
+    for n, (index, k, score) in enumerate(found):
+        number[index, k] = n
+        responses.append(index)
+        all_scores.append(score)
     last_token = torch.full((len(found),), -1, dtype=torch.int64)
     for key, (_, last) in mine.items():
         last_token[number[key]] = last
+    response = torch.tensor(responses, dtype=torch.int64)
     return Spans(
-        torch.tensor([score for *_, score in found], dtype=torch.float64), response, rollout.group[response],
-        last_token, torch.tensor([number.get(key, -1) for key in of_token], dtype=torch.int64),
+        scores=torch.tensor(all_scores, dtype=torch.float64),
+        response=response,
+        group=rollout.group[response],
+        last_token=last_token,
+        of_token=torch.tensor([number.get(key, -1) for key in of_token], dtype=torch.int64),
     )
 
 

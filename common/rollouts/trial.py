@@ -52,7 +52,9 @@ def try_function(pool: RewardPool, data: Sequence[Sequence[Any]], may_fail: bool
         if "failure" in reply:
             told[source] = " ".join(reply.get("where", reply["text"]).split())
     rule = f"--reward.function gave no score for {len(TEXTS)} texts tried on rows of the data"
-    must_score = not may_fail and pool.max_error_frac < 1
+    must_score = pool.max_error_frac < 1
+    if may_fail:
+        must_score = False
     if must_score and told and len(told) == len(failures):
         raise ValueError(f"{rule}, before any model is loaded: {next(iter(told.values()))}. Each response needs a "
                          f"finite number, or a dict with one as 'score'; --reward.max-error-frac 1 starts all the same")

@@ -18,7 +18,9 @@ from common.rollouts.scoring import RolloutRequest, RolloutSource, start_rollout
 
 def spread_rows(num_rows: int, limit: int) -> list[int]:
     """At most `limit` rows (0: all), evenly spread, so that they include every part of the files."""
-    count = min(num_rows, limit) if limit else num_rows
+    count = num_rows
+    if limit:
+        count = min(num_rows, limit)
     return [i * num_rows // count for i in range(count)]
 
 
@@ -100,7 +102,9 @@ def metrics_of(rows: list[Value], greedy: bool, variable: str = "acc") -> dict[s
         core = aux
         if variable == "acc":
             core = f"val-core/{source}/acc"
-        name = "greedy" if greedy else f"mean@{N}"
+        name = f"mean@{N}"
+        if greedy:
+            name = "greedy"
         stderr = 0.0
         if len(values) > 1:
             stderr = values.mean(1).std(ddof=1) / len(values) ** 0.5
@@ -115,7 +119,7 @@ def metrics_of(rows: list[Value], greedy: bool, variable: str = "acc") -> dict[s
             metrics[f"{aux}/best@{k}/mean"] = float(best_at(values, k).mean())
             k *= 2
         if any(vote is not None for _, vote in chain(*groups)):
-            majorities = [majority(group) for group in groups]
+            majorities = [*map(majority, groups)]
             metrics[f"{core}/maj@{N}/mean"] = float(np.mean(majorities))
     return metrics
 
@@ -149,10 +153,14 @@ def means_of_numbers(rows: list[Scored], greedy: bool) -> dict[str, float]:
         num_responses[row.data_source, row.group] += 1
         for name in row.numbers.keys() - {"acc", "reward"}:
             found[row.data_source, name].append(row.numbers[name])
-    samples_per_prompt = {source: number for (source, _), number in num_responses.items()}
+    samples_per_prompt = {}
+    for (source, _), number in num_responses.items():
+        samples_per_prompt[source] = number
     metrics = {}
     for (source, name), values in sorted(found.items()):
-        how = "greedy" if greedy else f"mean@{samples_per_prompt[source]}"
+        how = f"mean@{samples_per_prompt[source]}"
+        if greedy:
+            how = "greedy"
         metrics[f"val-aux/{source}/{name}/{how}"] = fmean(values)
     return metrics
 
@@ -200,9 +208,15 @@ def best_at(accs: np.ndarray, k: int) -> np.ndarray:
 
 def majority(group: list[tuple[float, str | None]]) -> float:
     """Mean acc of the samples whose answer is the most frequent one (of the most frequent ones); 0 without answers."""
-    votes = [vote for _, vote in group if vote is not None]
+    votes = []
+    for _, vote in group:
+        if vote is not None:
+            votes.append(vote)
     if not votes:
         return 0.0
     most_frequent = multimode(votes)
-    accs = [acc for acc, vote in group if vote in most_frequent]
+    accs = []
+    for acc, vote in group:
+        if vote in most_frequent:
+            accs.append(acc)
     return float(np.mean(accs))

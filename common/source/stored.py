@@ -27,7 +27,9 @@ class Experts:
     def __init__(self, parts: list[list[Tensor]]):
         self.parts = parts
         self.dtype = parts[0][0].dtype
-        rows = sum(len(matrices[0]) for matrices in parts)
+        rows = 0
+        for matrices in parts:
+            rows += len(matrices[0])
         self.shape = torch.Size([len(parts[0]), rows, parts[0][0].shape[1]])
 
     def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
@@ -36,7 +38,9 @@ class Experts:
         above = 0                                       # rows of the parts before
         for matrices in self.parts:
             part = slice(max(rows.start - above, 0), max(rows.stop - above, 0))
-            taken = [matrix[part, columns] for matrix in matrices[experts]]
+            taken = []
+            for matrix in matrices[experts]:
+                taken.append(matrix[part, columns])
             found.append(torch.stack(taken))
             above += len(matrices[0])
         return torch.cat(found, 1)
@@ -69,10 +73,21 @@ def fingerprint(path: str) -> str:
         total.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         content = tensor.flatten().view(torch.uint8)
         last = max(len(content) - SAMPLE_BYTES, 0)
-        for number in range(SAMPLES if last else 1):
+        num_samples = 1
+        if last:
+            num_samples = SAMPLES
+        for number in range(num_samples):
             start = last * number // (SAMPLES - 1)
             total.update(content[start : start + SAMPLE_BYTES].numpy())
     return total.hexdigest()[:16]
+
+
+def fingerprints(paths: dict[str, str]) -> dict[str, str]:
+    """The same of several models, by their names."""
+    found = {}
+    for name, path in paths.items():
+        found[name] = fingerprint(path)
+    return found
 
 
 def weights_of(model: PreTrainedModel, path: str, stored: dict[str, Tensor]) -> dict[str, Tensor | Experts]:
@@ -86,7 +101,10 @@ def weights_of(model: PreTrainedModel, path: str, stored: dict[str, Tensor]) -> 
     weights = {}
     for tensor, tied in names.items():
         name = tied[0]
-        found = [available[key] for key in tied if key in available]
+        found = []
+        for key in tied:
+            if key in available:
+                found.append(available[key])
         if not found:
             raise ValueError(f"{path} lacks weights, {name} among them: choose a complete model")
         first, *others = found
@@ -135,7 +153,9 @@ def _named_as_in(model: PreTrainedModel, stored: dict[str, Tensor]) -> dict[str,
         joined[target].add_tensor(target, name, pattern, stored[name])
     for target, converter in joined.items():
         if isinstance(converter.operations[0], MergeModulelist):
-            parts = [converter.collected_tensors[pattern] for pattern in converter.source_patterns]
+            parts = []
+            for pattern in converter.source_patterns:
+                parts.append(converter.collected_tensors[pattern])
             found[target] = Experts(parts)
         else:
             found |= converter.convert(target, model=model, config=model.config)

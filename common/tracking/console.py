@@ -6,6 +6,13 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+from transformers import PretrainedConfig
+
+from common.model.attention import choose_attention
+from common.model.loading import uses_liger
+from common.model.policy import ModelConfig
+
 
 def batch_line(sizes: Sequence[int], max_tokens: int, longest: int, ranks: int) -> str:
     """The batch units of a run in words. `sizes`: prompts and samples a step, mini-batches, epochs. `longest`: the most
@@ -17,6 +24,19 @@ def batch_line(sizes: Sequence[int], max_tokens: int, longest: int, ranks: int) 
     return (f"{prompts:,} prompts x {samples:,} samples = {responses:,} responses a step, {minibatches} mini-batch(es) "
             f"of {responses // minibatches:,}, {epochs} epoch(s), micro-batches of up to {max_tokens:,} tokens on each "
             f"of {ranks} rank(s), about {number} at the longest lengths")
+
+
+def kernels_line(config: ModelConfig, hf_config: PretrainedConfig, device: torch.device) -> str:
+    """Where the models run, and with which kernels."""
+    where = device.type
+    is_bfloat16_on_cpu = where == "cpu" and config.compute_dtype == "bfloat16"
+    if is_bfloat16_on_cpu and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        where = "cpu, which emulates it (--policy.compute-dtype float32 is several times as fast)"
+    attention = choose_attention(device, hf_config, config)
+    liger = "off"
+    if uses_liger(device, hf_config, config):
+        liger = "on"
+    return f"{config.compute_dtype} on {where}, attention {attention}, Liger's kernels {liger}"
 
 
 def step_line(step: int, total_steps: int, metrics: dict[str, float]) -> str:
@@ -46,8 +66,12 @@ def step_line(step: int, total_steps: int, metrics: dict[str, float]) -> str:
     if "wait" in phases:
         meanwhile = f", samplers {phases.pop('gen'):.4g}"
     longest = sorted(phases.items(), key=lambda phase: phase[1], reverse=True)[:2]
-    rest = step_s - sum(s for _, s in longest)
-    parts = " ".join(f"{phase} {s:.4g}" for phase, s in [*longest, ("rest", rest)])
+    parts = ""
+    longest_s = 0.0
+    for phase, seconds in longest:
+        parts += f"{phase} {seconds:.4g} "
+        longest_s += seconds
+    parts += f"rest {step_s - longest_s:.4g}"
     not_every_step = phases.get("testing", 0.0) + phases.get("save_checkpoint", 0.0)
     left = f"{(total_steps - step) * (step_s - not_every_step) / 60:.0f} min left"
     width = len(str(total_steps))

@@ -46,7 +46,10 @@ def notes(args: Any, sizes: tuple[int, int], train_set: Any, val_set: Any) -> It
 def shared_rows(train_set: Any, val_set: Any) -> Iterator[str]:
     """Whether the validation shows rows that the training shows, too."""
     trained = {*map(os.path.realpath, train_set.loaded.files)}
-    shared = [file for file in val_set.loaded.files if os.path.realpath(file) in trained]
+    shared = []
+    for file in val_set.loaded.files:
+        if os.path.realpath(file) in trained:
+            shared.append(file)
     if shared:
         yield f"{len(shared)} files of --val-data are also in --train-data: {', '.join(shared[:3])}"
     elif train_set.loaded.data_hash == val_set.loaded.data_hash:
@@ -79,7 +82,9 @@ def check_best_metric(metric: str, val_set: Any, num_samples: int | None = None)
         if rest.startswith(f"{source}/"):
             found.append(rest.removeprefix(f"{source}/"))
     if not found:
-        known = [f"{section}/{source}/" for source in sources]
+        known = []
+        for source in sources:
+            known.append(f"{section}/{source}/")
         raise ValueError(f"--save.best-metric {metric} must be of a data source of --val-data: it begins with "
                          f"{' or '.join(known[:10])}")
     if is_result and num_samples is not None:
@@ -89,7 +94,9 @@ def check_best_metric(metric: str, val_set: Any, num_samples: int | None = None)
 def check_result(metric: str, section: str, found: list[str], num_samples: int) -> None:
     """Raise ValueError if a validation gives none of `found`, what may follow the data source in `metric`."""
     core, aux = results_of(num_samples)
-    given = core if section == "val-core" else aux
+    given = aux
+    if section == "val-core":
+        given = core
     for name in found:
         match = RESULT.fullmatch(name)
         if match is None:
@@ -108,8 +115,12 @@ def results_of(num_samples: int) -> tuple[dict[str, list[str]], dict[str, list[s
     """What a validation may give of a data source, in val-core/ and in val-aux/: variable -> results. NAME stands for
     the other numbers of a reward dict."""
     N = num_samples
-    means = ["greedy", f"mean@{N}"] if N else ["greedy"]
-    others = [f"{name}/stderr" for name in means]
+    means = ["greedy"]
+    if N:
+        means.append(f"mean@{N}")
+    others = []
+    for name in means:
+        others.append(f"{name}/stderr")
     several: list[str] = []
     if N > 1:
         several = [f"best@{N}/mean", f"maj@{N}/mean"]

@@ -16,13 +16,14 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from rewards import json_object
 from rewards.runtime.process import WorkerProcess
 from rewards.runtime.replies import MAX_NAMES, MAX_TEXT
+from rewards.runtime.scores import Scores
 from rewards.runtime.worker import Sample, Scorer
 
 log = logging.getLogger(__name__)
@@ -68,26 +69,6 @@ def check_reward(config: RewardConfig) -> None:
     json_object("--reward.kwargs", config.kwargs)
 
 
-@dataclass
-class Scores:
-    """The result of `RewardPool.results`, one entry per sample in ascending order of index."""
-    index: list[int] = field(default_factory=list)
-    scores: list[float] = field(default_factory=list)  # NaN: no score, and left out
-    extras: list[dict[str, Any]] = field(default_factory=list)  # the reward dict's other keys: float, list[float], str
-    failures: list[str | None] = field(default_factory=list)  # "exception", "invalid", "crash" or "timeout"
-    first_failure: str = ""  # the traceback, or what else is known, of the first sample without a score
-    wait_s: float = 0.0  # how long `results` had to wait: the scoring time that generation did not hide
-
-    @property
-    def num_timeouts(self) -> int:
-        return self.failures.count("timeout")
-
-    @property
-    def num_errors(self) -> int:
-        """Samples without a score for other reasons than a timeout."""
-        return sum(kind is not None for kind in self.failures) - self.num_timeouts
-
-
 class RewardPool:
     """`submit` returns at once and may be called while the engine generates; `results` waits for all submitted.
 
@@ -110,7 +91,9 @@ class RewardPool:
             if not Path(file).is_file():
                 raise ValueError(f"--reward.function {spec}: no such file; the form is path/to/file.py:name")
         arguments = json_object("--reward.kwargs", kwargs)
-        deadline_s = timeout_s if num_workers else None
+        deadline_s = None
+        if num_workers:
+            deadline_s = timeout_s
         self.scorer_args = (function, tuple(weights), arguments, deadline_s)
         self.concurrency = concurrency
         self.timeout_s = timeout_s
@@ -121,7 +104,7 @@ class RewardPool:
         self.replies: dict[int, dict] = {}
         self.attempts: dict[int, dict] = {}  # replies to `attempt`, whose indices are below 0
         self.num_attempts = 0
-        self.broken: str | None = None
+        self.broken = ""  # why no worker can be started
         self.num_ready = 0
         self.closed = False
         self.logged: set[str] = set()
@@ -132,12 +115,15 @@ class RewardPool:
         self.scorer = None
         if num_workers == 0:
             self.scorer = Scorer(*self.scorer_args)
-        self.threads = [threading.Thread(target=self.serve, daemon=True) for _ in range(num_workers)]
-        for thread in self.threads:
+        self.threads: list[threading.Thread] = []
+        for _ in range(num_workers):
+            thread = threading.Thread(target=self.serve, daemon=True)
+            self.threads.append(thread)
             thread.start()
-        with self.changed:
-            self.changed.wait_for(lambda: self.num_ready or self.broken or not num_workers)
-        last_line = (self.broken or "").strip().rpartition("\n")[2]
+        if num_workers:
+            with self.changed:
+                self.changed.wait_for(lambda: self.num_ready or self.broken)
+        last_line = self.broken.strip().rpartition("\n")[2]
         if last_line.startswith("ValueError: --reward."):  # a mistake in the flags, which says all
             raise ValueError(last_line.removeprefix("ValueError: "))
         self.raise_if_broken()
@@ -192,7 +178,9 @@ class RewardPool:
             scores.index.append(index)
             scores.failures.append(failure)
             if failure:
-                score = 0.0 if self.on_error == "zero" else math.nan
+                score = math.nan
+                if self.on_error == "zero":
+                    score = 0.0
                 scores.scores.append(score)
                 scores.extras.append({})
                 if not scores.first_failure:
@@ -208,7 +196,7 @@ class RewardPool:
         Logs which of them became texts."""
         kept = {}
         for name, value in extra.items():
-            if name in RESERVED or (name not in self.names and len(self.names) >= MAX_NAMES):
+            if not self.may_keep(name):
                 if "names" not in self.logged:
                     self.logged.add("names")
                     log.warning("key %r of a reward dict is left out (logged once): at most %d names are kept, and %s "
@@ -222,6 +210,13 @@ class RewardPool:
                             "a key): the script gets numbers, flat lists of numbers and short texts as they are", name,
                             MAX_TEXT, texts[name])
         return kept
+
+    def may_keep(self, name: str) -> bool:
+        if name in RESERVED:
+            return False
+        if name in self.names:
+            return True
+        return len(self.names) < MAX_NAMES
 
     def report(self, index: int, reply: dict) -> None:
         kind = reply.get("kind", reply["failure"])
@@ -254,7 +249,9 @@ class RewardPool:
                         jobs.append(self.jobs.get_nowait())
             if jobs[-1] is None:
                 break
-            now = jobs[:1] if alone else jobs
+            now = jobs
+            if alone:
+                now = jobs[:1]
             indices, samples = zip(*now)
             timeout_s = self.timeout_s
             if worker.concurrent:

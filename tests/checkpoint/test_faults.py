@@ -208,7 +208,7 @@ def test_weights_that_no_checkpoint_holds_must_be_the_same(before, now, named, t
                                                            monkeypatch):
     """What an earlier start did not load is not compared. A run that starts from this one's checkpoint may have other
     frozen models."""
-    monkeypatch.setattr(manager, "checksum", lambda folder: folder)
+    monkeypatch.setattr(manager, "fingerprints", lambda folders: folders)
     old, new = ({name: SimpleNamespace(folder=folder) for name, folder in of.items()} for of in (before, now))
     run = checkpoints_of(tmp_path, world, *trained, watch, models=old)
     run.after_step(STATE | {"step": 2})

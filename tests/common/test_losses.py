@@ -14,13 +14,13 @@ from common.batch import Batch
 from common.losses import check_group, gae, kl_estimate, mean_kl, on_last_token, token_weights
 from common.rollout import Minibatch
 from common.segments import segment_cumsum, segment_mean, segment_sum, whiten
-from grpo_variants import covariances, select_clip_cov, select_kl_cov
 from ppo import adapt_kl_coef, explained_variance, value_loss
 from tests import oracles
 from tests.common.weigh import weigh
 from tests.conftest import launch
 from tests.oracles import AGGREGATIONS
 from variants.losses import LOSSES, Tokens
+from variants.selection import covariances, select_clip_cov, select_kl_cov
 
 F64, F32 = torch.float64, torch.float32
 TOLERANCE = {F64: 1e-10, F32: 2e-5}      # relative to max(1, |oracle|); float32 holds a log-prob of 50 to 4e-6

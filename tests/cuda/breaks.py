@@ -91,10 +91,10 @@ BREAKS = [
          "                _bytes(storage).copy_(buffer, non_blocking=True)\n",
          "the next forward pass reads half of the weights", ROLLOUTS),
         ("moments stay after a step",
-         "    optimizer.register_step_post_hook(lambda *_: moments.to_host())\n", "",
+         "    optimizer.register_step_post_hook(to_host)\n", "",
          "moments and activations together: out of memory", OFFLOAD),
         ("moments not brought back for a save",
-         "    optimizer.register_state_dict_pre_hook(lambda *_: moments.to_device())\n", "",
+         "    optimizer.register_state_dict_pre_hook(to_device)\n", "",
          "a save with empty moments", OFFLOAD),
     ),
     *of(
