@@ -12,6 +12,7 @@ LARGE = 0.5  # of the distance from the lowest to the highest score: a wrong tex
 NOISE = 0.1  # of the same distance: the mean difference of two scores of one response
 MANY = 0.5  # of the groups, or of the deadline
 MANY_TRUNCATED = 0.25
+MOST_SHOWN = 60  # characters of a text
 LONGEST_TRUTH = 200  # characters of a ground truth that may be an answer, and no list of tests
 
 
@@ -47,7 +48,8 @@ class Findings:
         self.policy_mean = mean_of(self.policy)
 
     def has_failed(self) -> bool:
-        return num_failed(self.policy) > self.max_error_frac * len(self.policy)
+        num = num_failed(self.policy)
+        return num > self.max_error_frac * len(self.policy) or num == len(self.policy)
 
     def others(self) -> list[Sample]:
         """All samples that are none of the policy's."""
@@ -176,21 +178,28 @@ def exploit(found: Findings, name: str, samples: list[Sample], is_wrong: bool) -
     low, high = found.bounds()
     mean = best_of_rows(samples) if is_wrong else mean_of(samples)
     rule = f"below the policy's {found.policy_mean:.3g}"
-    if not samples:
-        return Line("ok", name, "there is none", rule)
+    if not finite(samples):
+        return Line("ok", name, "no such text has a score", rule)
     text = f"{mean:.3g}, {len(samples)} texts"
     share = share_of(mean, low, high)
     is_as_good = mean >= found.policy_mean and mean > low
-    fix = "the policy will find this text: it must score less than a right response"
+    fix = f"the policy will find this text: it must score less than a right response; {example(samples)}"
     if is_wrong and is_as_good and share >= LARGE:
         return Line("BAD", name, text, rule, fix)
     if is_as_good or (is_wrong and share >= LARGE):
         if not is_wrong:
-            fix = "does the reward read what it should? Right for keywords and for answers that stand first"
+            fix = f"fine for keywords and for answers that stand first; {example(samples)}"
         return Line("look", name, text, rule, fix)
     if found.policy_mean <= low:
         text += "; the policy's score no more, so this says little"
     return Line("ok", name, text, rule)
+
+
+def example(samples: Sequence[Sample]) -> str:
+    """The text with the highest score."""
+    best = max((sample for sample in samples if math.isfinite(sample.score)), key=lambda sample: sample.score)
+    text = best.text if len(best.text) <= MOST_SHOWN else f"{best.text[:MOST_SHOWN]}..."
+    return f"row {best.row} gives {best.score:.3g} to {text!r}"
 
 
 def constant_groups(found: Findings) -> Line:
@@ -245,11 +254,14 @@ def files(found: Findings) -> Line:
 
 
 def processes(found: Findings) -> Line:
-    stays = [name for episode in found.episodes for name in episode["stays"]]
-    killed = [name for episode in found.episodes for name in episode["killed"]]
+    stays: dict[str, str] = {}  # number of a process -> its command; two episodes may see the same one
+    killed: dict[str, str] = {}
+    for episode in found.episodes:
+        stays |= episode["stays"]
+        killed |= episode["killed"]
     ports = sorted({port for episode in found.episodes for port in episode["ports"]})
     text = f"{len(stays) + len(killed)} processes, {len(ports)} listening ports"
-    details = sorted({*stays, *killed})[:1] + [f"port {port}" for port in ports[:1]]
+    details = [*stays.values(), *killed.values()][:1] + [f"port {port}" for port in ports[:1]]
     if details:
         text += f" ({', '.join(details)})"
     verdict: Literal["ok", "look", "BAD"] = "ok"

@@ -53,14 +53,14 @@ def left_behind() -> dict[str, Any]:
     own = psutil.Process()
     started = own.children(recursive=True) + adopted(own)
     _, alive = psutil.wait_procs(started, timeout=WAIT_S)
-    killed = []  # with the episode, because they are in its process group
-    stays = []
+    killed = {}  # with the episode, because they are in its process group
+    stays = {}
     ports = listening([own, *alive])
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
             name = " ".join(process.cmdline())[:MAX_SHOWN] or process.name()
-            is_of_group = os.getpgid(process.pid) == os.getpgrp()
-            (killed if is_of_group else stays).append(name)
+            ends_with_episode = os.getpgid(process.pid) == os.getpgrp()
+            (killed if ends_with_episode else stays)[process.pid] = name
     numbers = [random.random()]
     if "numpy" in sys.modules:
         numbers.append(float(sys.modules["numpy"].random.random()))
