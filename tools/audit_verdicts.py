@@ -51,6 +51,11 @@ class Findings:
         num = num_failed(self.policy)
         return num > self.max_error_frac * len(self.policy) or num == len(self.policy)
 
+    def has_answers(self) -> bool:
+        """Whether the ground truths look like answers, and not like tests of code."""
+        truths = [str(sample.prompt.ground_truth) for sample in self.truth]
+        return bool(truths) and all(len(truth) <= LONGEST_TRUTH and truth[:1] not in "{[" for truth in truths)
+
     def others(self) -> list[Sample]:
         """All samples that are none of the policy's."""
         return [sample for samples in (*self.probes.values(), *self.derived.values(), self.truth) for sample in samples]
@@ -113,8 +118,10 @@ def range_of_scores(found: Findings) -> Line:
     own = finite(found.policy)
     text = f"{min(own):.3g} to {max(own):.3g}, mean {found.policy_mean:.3g}; of all texts {low:.3g} to {high:.3g}"
     if low == high:
-        fix = "every text has the same score: nothing can be learned"
-        return Line("BAD", "the policy's scores", text, "differ", fix)
+        # without an answer among the texts it may be that none of them is right
+        is_bad = found.has_answers() or high > 0
+        fix = "every text has the same score: nothing can be learned, unless a right response has another one"
+        return Line("BAD" if is_bad else "look", "the policy's scores", text, "differ", fix)
     return Line("ok", "the policy's scores", text, "differ")
 
 
@@ -150,9 +157,7 @@ def right_answer(found: Findings) -> Line:
     rule = f"above the policy's {found.policy_mean:.3g}"
     if share_of(mean, low, high) >= LARGE and mean >= found.policy_mean:
         return Line("ok", "the ground truth itself", text, rule)
-    truths = [str(sample.prompt.ground_truth) for sample in found.truth]
-    is_answer = all(len(truth) <= LONGEST_TRUTH and truth[:1] not in "{[" for truth in truths)
-    if is_answer and max(finite(found.policy)) <= low:
+    if found.has_answers() and max(finite(found.policy)) <= low < high:
         fix = "neither the policy nor the ground truth scores: a wrong column, or a form that the reward does not read"
         return Line("BAD", "the ground truth itself", text, rule, fix)
     fix = "if it is no answer (tests of code), score a right response by hand; else the reward does not read its form"
@@ -179,7 +184,7 @@ def exploit(found: Findings, name: str, samples: list[Sample], is_wrong: bool) -
     mean = best_of_rows(samples) if is_wrong else mean_of(samples)
     rule = f"below the policy's {found.policy_mean:.3g}"
     if not finite(samples):
-        return Line("ok", name, "no such text has a score", rule)
+        return Line("ok", name, "none has a score" if samples else "not tried: there is none", rule)
     text = f"{mean:.3g}, {len(samples)} texts"
     share = share_of(mean, low, high)
     is_as_good = mean >= found.policy_mean and mean > low
@@ -227,7 +232,7 @@ def seconds(found: Findings) -> Line:
     text = f"median {in_words(statistics.median(found.seconds))}, slowest {in_words(slowest)}"
     if found.step_responses and found.num_workers:
         of_step = statistics.fmean(found.seconds) * found.step_responses / found.num_workers
-        text += f"; a step's {found.step_responses} on {found.num_workers} workers {in_words(of_step)}"
+        text += f"; of a step {in_words(of_step)}"
     verdict: Literal["ok", "look", "BAD"] = "look" if slowest > MANY * found.timeout_s else "ok"
     if slowest >= found.timeout_s:
         verdict = "BAD"
