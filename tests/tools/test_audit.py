@@ -188,6 +188,19 @@ def test_a_port_of_the_episodes_own_process_is_looked_at(audit):
 
 
 @pytest.mark.sweep
+def test_each_of_several_environments_is_watched(audit, folder, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    rows = [{"data_source": "word_problems", "prompt": f"What is {n} + {n}?", "agent_name": name,
+             "reward_model": {"ground_truth": str(2 * n)}} for n, name in enumerate(("good", "bad", "good", "bad"))]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = f"{folder}/environments.py"
+    done = audit(episode=f"good={path}:right,bad={path}:process", data=str(file))
+    assert bad(done) == {"left running"} and "8 processes" in done.stdout, done.stdout
+    done = audit(episode=f"good={path}:right,bad={path}:right", data=str(file))
+    assert not bad(done), done.stdout
+
+
+@pytest.mark.sweep
 def test_codes_and_gsm8ks_rewards_pass(audit, tmp_path):
     code = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
     rows = {
