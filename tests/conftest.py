@@ -27,8 +27,9 @@ LONGEST_FILES = (
     "checkpoint/test_watch.py", "engine/test_engine.py", "cuda/test_scripts_on_cuda.py", "scripts/test_evaluate.py",
     "engine/test_sync.py", "checkpoint/test_faults.py", "forks/test_forks.py", "engine/test_episodes.py",
     "vision/test_episodes.py", "cuda/test_memory.py", "gpu/test_first_hour.py", "cuda/test_memory_plan.py",
-    "engine/test_in_flight.py", "tools/test_play.py", "scripts/test_agents.py", "scripts/test_slurm.py",
-    "model/test_bf16_adamw.py", "parallel/test_layout.py", "scripts/test_rm.py", "scripts/test_distill.py",
+    "engine/test_in_flight.py", "tools/test_play.py", "tools/test_audit.py", "scripts/test_agents.py",
+    "scripts/test_slurm.py", "model/test_bf16_adamw.py", "parallel/test_layout.py", "scripts/test_rm.py",
+    "scripts/test_distill.py",
 )
 
 NO_BROWSER = "no Chromium: apt-get install chromium"

@@ -321,11 +321,11 @@ class Planned(Run):
 
 def load(script: str) -> ModuleType:
     if not Path(script).is_file():
-        raise ValueError(f"{script} is no file: name a training script, as in python -m tools.plan grpo.py --model ...")
+        raise ValueError(f"{script} is no file: name a training script and its flags, as in grpo.py --model ...")
     sys.path.insert(0, str(Path(script).parent))
     module = importlib.import_module(Path(script).stem)
     if not hasattr(module, "Run"):
-        raise ValueError(f"{script} has no `Run`: only scripts that sample from their policy are planned")
+        raise ValueError(f"{script} has no `Run`: only scripts that sample from their policy are read here")
     return module
 
 

@@ -194,6 +194,7 @@ TOOLS = {
     "a model to play that is not there": ("-m tools.play envs/calculator.py --model ./none --prompt hi", "./none"),
     "checkpoints of no run": ("-m tools.checkpoints list runs/nothing", "runs/nothing", "run"),
     "a plan of no script": ("-m tools.plan grop.py --model MODEL", "grop.py"),
+    "an audit of no script": ("-m tools.audit grop.py --model MODEL", "grop.py"),
     "data of no count": ("data/word_problems.py --out DIR --rows many", "--rows"),
 }
 LATER = {
