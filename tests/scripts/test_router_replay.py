@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from tests.conftest import ROOT, VOCAB, launch_all, save_tokenizer
-from tests.scripts.test_grpo import FORK, TINY
+from tests.scripts.test_grpo import REWARD, TINY
+
+FORK = ("--total-steps", "1", "--minibatches-per-step", "2", "--optim.lr", "5e-3", "--reward.function",
+        f"{REWARD}:compute_score")
 
 TURNS = ("--rollout.episode", f"{ROOT}/tests/engine/episodes_of_tests.py:three_turns", "--rollout.max-response-length",
          "80")
