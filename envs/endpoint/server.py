@@ -11,7 +11,6 @@ import asyncio
 import hashlib
 import hmac
 import json
-import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -25,16 +24,13 @@ from aiohttp import web
 from envs.endpoint import anthropic_messages, chat_completions, responses
 from envs.endpoint.asked import Answer, ApiError, Asked, Key, Message, key_of, read_pictures
 from envs.endpoint.connections import Connections
+from envs.endpoint.http import Http, as_event, as_object, body_of, model_of
 
 FORMS: dict[str, ModuleType] = {
     "/v1/chat/completions": chat_completions, "/v1/responses": responses, "/v1/messages": anthropic_messages,
 }
 AZURE_PLACES = ("/openai{}", "/openai/v1{}", "/openai/deployments/{{deployment}}{}")
 MAX_BODY = 2**26  # bytes of a request, which has all pictures of its conversation
-BODY_S = 60.0  # for them to arrive
-SILENT = logging.getLogger(f"{__name__}.aiohttp")
-"""For aiohttp, which logs a traceback for each request that is no HTTP: anyone on the machine can send them."""
-SILENT.disabled = True
 COUNTS = {
     "requests": "all of them",
     "errors": "those that were answered with an error",
@@ -101,7 +97,7 @@ class Endpoint:
         app.router.add_get("/v1/models/{name}", self.show_model)
         self.runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=0.1)
         await self.runner.setup()
-        self.connections = Connections(partial(Http, self))
+        self.connections = Connections(partial(Http, self.counts, self.runner.server))
         self.listener = await asyncio.get_running_loop().create_server(self.connections, "127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self.listener.sockets[0].getsockname()[1]}"
         return self
@@ -305,23 +301,6 @@ class Endpoint:
         )
 
 
-class Http(web.RequestHandler):
-    """A connection. What is no HTTP, or in an encoding that aiohttp does not know, never reaches `guard`."""
-
-    def __init__(self, endpoint: Endpoint):
-        super().__init__(endpoint.runner.server, loop=asyncio.get_running_loop(), access_log=None, logger=SILENT)
-        self.endpoint = endpoint
-
-    def handle_error(self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None,
-                     message: str | None = None) -> web.StreamResponse:
-        self.endpoint.counts["requests"] += 1
-        self.endpoint.counts["errors"] += 1
-        error = ApiError(f"the request cannot be read: {message or exc}"[:1000], status, "malformed")
-        response = web.json_response(chat_completions.write_error(error), status=status)
-        response.force_close()
-        return response
-
-
 def stub_of(tool: dict[str, Any]) -> Callable:
     """A tool that the client runs, for the chat: its name and schema."""
 
@@ -330,33 +309,6 @@ def stub_of(tool: dict[str, Any]) -> Callable:
 
     stub.__name__, stub.schema = tool["function"]["name"], tool
     return stub
-
-
-async def body_of(request: web.Request) -> bytes:
-    try:
-        async with asyncio.timeout(BODY_S):
-            return await request.read()
-    except web.HTTPException:
-        raise
-    except TimeoutError:
-        raise ApiError(f"the body did not arrive within {BODY_S:.0f} s", 408, "timeout") from None
-    except Exception as error:  # the parser has many: encodings, chunks, a client that is gone
-        raise ApiError(f"the body cannot be read: {type(error).__name__}: {error}"[:1000], code="malformed") from None
-
-
-def as_object(body: bytes) -> dict[str, Any]:
-    found = json.loads(body)
-    if not isinstance(found, dict):
-        raise TypeError("the body is no JSON object")
-    return found
-
-
-def as_event(event: dict[str, Any] | str) -> bytes:
-    """Data of a stream of server-sent events."""
-    if isinstance(event, str):
-        return f"data: {event}\n\n".encode()
-    name = f"event: {event['type']}\n" if "type" in event else ""
-    return f"{name}data: {json.dumps(event)}\n\n".encode()
 
 
 def is_readable(call: dict[str, Any]) -> bool:
@@ -380,8 +332,3 @@ def refusal_of(reason: str) -> ApiError:
         return ApiError("prompt is too long: it exceeds the model's maximum context length, which here counts all "
                         "tokens of the episode (--rollout.max-response-length)", code="context_length_exceeded")
     return ApiError("the episode has no turn left (--rollout.max-turns)", code="turns_exceeded")
-
-
-def model_of(name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "type": "model", "display_name": name, "created": 0,
-            "created_at": "1970-01-01T00:00:00Z", "owned_by": "plainrl"}

@@ -16,7 +16,7 @@ import pytest
 from openai.types.chat import completion_create_params
 from openai.types.responses import response_create_params
 
-from envs.endpoint import connections, server
+from envs.endpoint import connections, http, server
 from envs.endpoint.chat_completions import FIELDS
 from envs.endpoint.server import FORMS
 from tests.envs.test_endpoint import TOOL, ScriptedChat, client_of, counting, serve, user
@@ -166,7 +166,7 @@ def test_a_body_that_cannot_be_read():
 
 
 def test_a_body_that_does_not_arrive(monkeypatch):
-    monkeypatch.setattr(server, "BODY_S", 0.1)
+    monkeypatch.setattr(http, "BODY_S", 0.1)
 
     async def agent(endpoint):
         reader, writer = await asyncio.open_connection("127.0.0.1", int(endpoint.url.rpartition(":")[2]))
@@ -313,17 +313,22 @@ def test_more_connections_than_file_descriptors():
     async def agent(endpoint):
         port = int(endpoint.url.rpartition(":")[2])
         code = f"""
-import socket, sys
+import resource, socket, sys
+most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))    # the attacker has as many as it likes
 held = []
 for _ in range(400):
     held.append(socket.create_connection(("127.0.0.1", {port})))
-    held[-1].sendall(b"POST / HTTP/1.1\\r\\nHo")
+    try:
+        held[-1].sendall(b"POST / HTTP/1.1\\r\\nHo")
+    except OSError:
+        pass
 print("there", flush=True)
 sys.stdin.read()
 """
         attacker = await asyncio.create_subprocess_exec(
             os.sys.executable, "-c", code, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE)
-        await attacker.stdout.readline()
+        assert await attacker.stdout.readline() == b"there\n"
         program = await asyncio.create_subprocess_exec("true")
         code = await program.wait()
         async with client_of(endpoint) as client:
