@@ -4,8 +4,6 @@ connections of others."""
 import asyncio
 import gzip
 import json
-import os
-import resource
 import socket
 from typing import Any, get_args
 
@@ -19,7 +17,7 @@ from openai.types.responses import response_create_params
 from envs.endpoint import connections, http, server
 from envs.endpoint.chat_completions import FIELDS
 from envs.endpoint.server import FORMS
-from tests.envs.test_endpoint import TOOL, ScriptedChat, client_of, counting, serve, user
+from tests.envs.test_endpoint import TOOL, client_of, serve, user
 
 CHAT, RESPONSES, MESSAGES = FORMS
 RIGHT = {
@@ -305,43 +303,3 @@ def test_a_client_without_the_token_is_told_to_go(monkeypatch):
             assert endpoint.runner.server.connections == [known]
 
     serve(agent)
-
-
-def test_more_connections_than_file_descriptors():
-    """In a process with 256 of them, 400 connections come at once: a program can still be started, and the model be
-    asked."""
-    async def agent(endpoint):
-        port = int(endpoint.url.rpartition(":")[2])
-        code = f"""
-import resource, socket, sys
-most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))    # the attacker has as many as it likes
-held = []
-for _ in range(400):
-    held.append(socket.create_connection(("127.0.0.1", {port})))
-    try:
-        held[-1].sendall(b"POST / HTTP/1.1\\r\\nHo")
-    except OSError:
-        pass
-print("there", flush=True)
-sys.stdin.read()
-"""
-        attacker = await asyncio.create_subprocess_exec(
-            os.sys.executable, "-c", code, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE)
-        assert await attacker.stdout.readline() == b"there\n"
-        program = await asyncio.create_subprocess_exec("true")
-        code = await program.wait()
-        async with client_of(endpoint) as client:
-            await client.chat.completions.create(model="policy", messages=[user("Hello.")])
-        attacker.kill()
-        await attacker.wait()
-        return code
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    in_use = max(map(int, os.listdir("/proc/self/fd")))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (in_use + 256, hard))
-    try:
-        code, chat, counts = serve(agent, chat=ScriptedChat(counting))
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert code == 0 and len(chat.begun) == 1 and counts["errors"] == 0
