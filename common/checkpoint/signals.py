@@ -92,7 +92,8 @@ class Watchdog:
     def _report(self) -> None:
         """A thread of its own, because the store may stand still. Then all ranks are silent."""
         try:
-            while not self.leaving.wait(1.0):
+            # often, until all have been heard of: a rank may end within the first second
+            while not self.leaving.wait(1.0 if self.heard else 0.1):
                 self.store.set(self.rank, f"[rank {self.rank}] in phase {self.current[0]!r} at {time.ctime()}")
                 if self.store.check(self.watched):  # all of them have begun
                     self._hear(self.store.multi_get(self.watched))
