@@ -46,9 +46,10 @@ def make_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> Callable[..., 
     if name not in ToolParserManager.list_registered():
         known = ", ".join(sorted({*ToolParserManager.list_registered(), *FAMILIES}))
         raise ValueError(f"--rollout.tool-parser {name} is unknown; there are {known}")
-    logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL + 1)  # it logs a traceback for each broken call
     try:
         parser = ToolParserManager.get_tool_parser(name)(tokenizer)
+        # It logs a traceback for each broken call. A level would not last: the engine's start sets vLLM's anew.
+        logging.getLogger(type(parser).__module__).addFilter(lambda record: False)
         parser.extract_tool_calls("", ChatCompletionRequest.model_construct(messages=[], tools=[], tool_choice="auto"))
     # of a package that is not here, of a token the model lacks, of a parser that only reads streams
     except (ModuleNotFoundError, RuntimeError) as error:

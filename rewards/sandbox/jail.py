@@ -11,8 +11,10 @@ cannot start processes, the limits of one process are those of all that it does:
 standard output and error (`file_mb` each), what its `files` descriptors hold in pipes (64 KB each) and sockets (the
 machine's net.core.wmem_default each, 208 KB unless somebody raised it), and `files` timers and queued signals.
 Isolated, also /box: `folder_mb` and `num_files`. A judge of assertions (`forks`) has the same limits beside the
-program's own. What does not hold: without isolation the disk is bounded for each file only, not for their number; and
-a machine with less free memory than all its jails may use can still run out, then the kernel kills jails first.
+program's own. A shell (`forks`) starts `threads` processes, each with the limits of one; sandbox.py ends them when
+they hold `total_mb` together. What does not hold: without isolation the disk is bounded for each file only, not for
+their number; and a machine with less free memory than all its jails may use can still run out, then the kernel kills
+jails first.
 
 Needs Linux 5.14 (mount_setattr; RLIMIT_NPROC counted in each user namespace), x86-64 or arm64.
 What goes wrong before the program starts is written to the descriptor `errors`; nothing is once it has started.
@@ -35,7 +37,7 @@ import syscalls
 
 NOBODY = 65534
 BOX = "/box"
-SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache",
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives",
           "/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 # unshare
 NEWNS = 0x20000
@@ -126,6 +128,10 @@ def build_root(root: str, spec: dict) -> None:
     for name in ("/tmp", "/dev/shm"):
         if not os.path.lexists(root + name):  # else Python lies below it, and it is shown as a folder to read
             os.symlink(BOX, root + name)
+    for name, inside in spec["links"].items():
+        if os.path.dirname(name) != "/":  # deeper it could lie in a folder of the machine
+            raise ValueError(f"{name} must be a folder right below /")
+        os.symlink(inside, root + name)
     attributes = struct.pack("4Q", ATTR_RDONLY | ATTR_NOSUID, 0, 0, 0)
     call("syscall", MOUNT_SETATTR, -1, root.encode(), AT_RECURSIVE, attributes, len(attributes))
     bounds = f"size={spec['folder_mb']}m,nr_inodes={spec['num_files']},mode=1777"

@@ -19,12 +19,17 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
+
+import psutil
 
 log = logging.getLogger(__name__)
 # by the controller in /proc/self/cgroup: version 2 names none
 MEMORY_EVENTS = {"": "/sys/fs/cgroup{}/memory.events", "memory": "/sys/fs/cgroup/memory{}/memory.oom_control"}
+LOOK_S = 0.05  # between two looks at the memory of a program's processes
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,7 @@ class Limits:
     folder_mb: int = 64     # all files together (isolated only)
     num_files: int = 1000   # in that folder (isolated only)
     files: int = 64         # open at once
+    total_mb: int = 0       # resident memory of all processes together, for programs that start some; 0: not bounded
 
 
 @dataclass(frozen=True)
@@ -50,18 +56,20 @@ class MachineFailure(RuntimeError):
     """The machine failed and not the program: there is no result."""
 
 
-def run(program: str, stdin: str = "", limits: Limits = Limits(), isolated: bool = True, forks: bool = False) -> Result:
+def run(program: str, stdin: str = "", limits: Limits = Limits(), isolated: bool = True, forks: bool = False,
+        links: Mapping[str, str] = MappingProxyType({})) -> Result:
     """Run Python source. Whatever the program does is a Result. Raises MachineFailure, after a second try, if the jail
-    cannot be built or the kernel killed processes for want of memory meanwhile. `forks`: it may start processes, which
-    have to restrict themselves (harness.judge)."""
+    cannot be built or the kernel killed processes for want of memory meanwhile. `forks`: it may start processes; they
+    have to restrict themselves (harness.judge), or `limits` must bound them together. `links`: {path outside of the
+    writable folder: path in it}, for programs that know a folder by its absolute path (isolated only)."""
     try:
-        return run_once(program, stdin, limits, isolated, forks)
+        return run_once(program, stdin, limits, isolated, forks, links)
     except MachineFailure as error:
         log.info("a program runs a second time: %s", error)
-        return run_once(program, stdin, limits, isolated, forks)
+        return run_once(program, stdin, limits, isolated, forks, links)
 
 
-def run_once(program: str, stdin: str, limits: Limits, isolated: bool, forks: bool) -> Result:
+def run_once(program: str, stdin: str, limits: Limits, isolated: bool, forks: bool, links: Mapping[str, str]) -> Result:
     kills = count_memory_kills()
     with contextlib.ExitStack() as stack:
         try:
@@ -77,7 +85,7 @@ def run_once(program: str, stdin: str, limits: Limits, isolated: bool, forks: bo
             failures = stack.enter_context(open(errors, "rb"))
             jail = asdict(limits) | interpreter(isolated) | {
                 "parent": os.getpid(), "program": source.fileno(), "errors": errors_end, "folder": folder,
-                "isolated": isolated, "forks": forks}
+                "isolated": isolated, "forks": forks, "links": dict(links)}
             try:
                 process = subprocess.Popen(
                     [sys.executable, "-I", "-S", str(Path(__file__).with_name("jail.py")), json.dumps(jail)], env={},
@@ -88,9 +96,7 @@ def run_once(program: str, stdin: str, limits: Limits, isolated: bool, forks: bo
         except OSError as error:
             raise MachineFailure(f"no sandbox: {type(error).__name__}: {error}") from error
         try:
-            code = process.wait(limits.timeout_s)
-        except subprocess.TimeoutExpired:
-            code = None
+            code = wait(process, limits)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # also after its end: without isolation some may be left
@@ -103,6 +109,32 @@ def run_once(program: str, stdin: str, limits: Limits, isolated: bool, forks: bo
             file.seek(0)
         texts = [file.read().decode(errors="replace") for file in (stdout, stderr)]
         return Result(128 - code if code and code < 0 else code, *texts)
+
+
+def wait(process: subprocess.Popen, limits: Limits) -> int | None:
+    """The exit code; None at the deadline. Processes that use more than `total_mb` together are killed: -SIGKILL."""
+    if not limits.total_mb:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(limits.timeout_s)
+        return None
+    jail = psutil.Process(process.pid)
+    end = time.monotonic() + limits.timeout_s
+    while time.monotonic() < end:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(min(LOOK_S, max(0.0, end - time.monotonic())))
+        if resident_bytes(jail) > limits.total_mb << 20:
+            return -signal.SIGKILL
+    return None
+
+
+def resident_bytes(process: psutil.Process) -> int:
+    """Of a process and all that it started."""
+    total = 0
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for each in [process, *process.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+                total += each.memory_info().rss
+    return total
 
 
 def count_memory_kills() -> int:
