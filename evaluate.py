@@ -117,7 +117,7 @@ def main(args: Args) -> None:
     model = on_main(world, partial(model_source.write_model, source, folder / "model", args.policy))
     hf_config = read_config(model, args.policy)
     tokenizer = read_tokenizer(model, args.policy)
-    longest = check_rollout(args.rollout, hf_config, world, args.data.max_prompt_length)
+    longest = check_rollout(args.rollout, hf_config, world, args.data.max_prompt_length, has_correction=True)
     if args.reward_model.path:
         check_reward_model(args.reward_model, args.policy, longest)
     data = load_prompts(args.val_data, tokenizer, args.data, all_columns=bool(args.rollout.episode))

@@ -16,6 +16,9 @@ OUTSIDE_OPENAI_API_KEY, OUTSIDE_OPENAI_BASE_URL and so on.
 Its name is `policy`; AGENT_MODELS="gpt-4o gpt-4o-mini=critic" adds the names that an agent has in its code, each with
 the role of what is sampled under it. A request for `policy:critic` has the role critic, too.
 
+A request for JSON (`response_format`, `text.format`, `output_config.format`) has its schema written into the prompt;
+AGENT_STRUCTURED=constrain samples under its grammar instead, and needs --correction.weights token.
+
 The run's --rollout.temperature counts, not a request's: AGENT_TEMPERATURE=1 obeys the requests, and then what is
 sampled with another temperature than the run's is not trained.
 """
@@ -36,6 +39,7 @@ from rewards import load_function
 try:
     from envs.endpoint.clients import Placeholder
     from envs.endpoint.server import Endpoint
+    from envs.endpoint.structured import MODES
 except ModuleNotFoundError as error:
     raise ValueError(f"--rollout.episode envs/openai_agent.py needs a package: pip install {error.name}") from None
 
@@ -96,11 +100,15 @@ with PLACEHOLDER.imports():
         load_clients()
 MODELS = find_models(os.environ.get("AGENT_MODELS", ""))
 KEEPS_TEMPERATURE = os.environ.get("AGENT_TEMPERATURE") == "1"
+STRUCTURED = os.environ.get("AGENT_STRUCTURED", "prompt")
+if STRUCTURED not in MODES:
+    raise ValueError(f"{FLAG}: the environment variable AGENT_STRUCTURED is {STRUCTURED!r}; there are "
+                     f"{' and '.join(MODES)}")
 
 
 async def episode(chat, row):
     """The agent's result, and beside its score the numbers of requests (envs/endpoint/server.py, COUNTS)."""
-    async with Endpoint(chat, MODELS, KEEPS_TEMPERATURE, PLACEHOLDER.key) as endpoint:
+    async with Endpoint(chat, MODELS, KEEPS_TEMPERATURE, PLACEHOLDER.key, STRUCTURED == "constrain") as endpoint:
         PLACEHOLDER.leads_to(endpoint.url, endpoint.token)
         try:
             result = await endpoint.run(run_agent(row))

@@ -22,7 +22,7 @@ from common.metrics import Meter
 from common.model.policy import ModelConfig, PackedModel, Policy
 from common.parallel.ranks import World, all_max, all_names, all_sum, seed_of
 from common.prompts import Prompt
-from envs.runtime.conversation import EpisodeConfig
+from envs.runtime.conversation import EpisodeConfig, constrains
 from envs.runtime.response import Response
 
 PROBE_TOKENS = 256
@@ -138,7 +138,7 @@ class Engine:
         """The policy whose weights the engine was given last."""
         self._version = -1  # of that policy when it was given
         self.probe_every = 10
-        has_filters = config.top_p < 1 or config.top_k != 0
+        has_filters = config.top_p < 1 or config.top_k != 0 or (config.episode != "" and constrains())
         has_older_tokens = config.in_flight > 1 or world.num_samplers > 0
         if has_filters or has_older_tokens:
             self.probe_every = 1  # a step's own tokens, which `check_sampled` compares, are no probe then
@@ -323,8 +323,9 @@ class Engine:
         that were compared and the names of those that differ."""
 
     def add(self, request: int, prompt: Sequence[int], seed: int | None, sampling: SamplingConfig,
-            images: Images | None = None) -> None:
-        """Queue a request under this number; no seed: greedy. All ranks of an engine add the same, in order."""
+            images: Images | None = None, schema: dict[str, Any] | None = None) -> None:
+        """Queue a request under this number; no seed: greedy. `schema`: a JSON schema whose grammar the response obeys
+        (vLLM's engine only). All ranks of an engine add the same, in order."""
 
     def has_unfinished(self) -> bool:
         """Whether a request is queued that has not ended."""

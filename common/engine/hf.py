@@ -65,7 +65,7 @@ class HFEngine(Engine):
         return len(own), differing
 
     def add(self, request: int, prompt: Sequence[int], seed: int | None, sampling: SamplingConfig,
-            images: Images | None = None) -> None:
+            images: Images | None = None, schema: dict[str, Any] | None = None) -> None:
         generator = None
         if seed is not None and sampling.temperature:
             generator = torch.Generator(self.world.device).manual_seed(seed)

@@ -16,6 +16,7 @@ from common.engine.vllm import VLLMEngine
 from common.forward.vision import FAMILIES
 from common.model.flops import context_length
 from common.parallel.ranks import World, check_at_least, print_on_main
+from envs.runtime.conversation import constrains
 
 VLLM_SUPPORTED = ("0.26.", "0.32.")  # 0.26 is the last one for torch 2.11
 
@@ -29,6 +30,8 @@ def check_rollout(config: RolloutConfig, hf_config: PretrainedConfig, world: Wor
     """
     check_sampling(config)
     filters = changed_flags(config, "top_p", "top_k")
+    if config.episode and constrains():
+        filters.append("AGENT_STRUCTURED=constrain")
     if filters and not has_correction:
         raise ValueError(f"{' and '.join(filters)}: responses then come from a filtered distribution q, the "
                          "trainer's log-probs are of the unfiltered p, and the gradient is biased unless "
@@ -38,11 +41,16 @@ def check_rollout(config: RolloutConfig, hf_config: PretrainedConfig, world: Wor
     if config.in_flight > 1 and config.max_staleness and not has_correction:
         print_on_main(world, f"{given} without engine correction: tokens that older weights sampled are trained as "
                              f"if the current ones had; --correction.preset decoupled-token-is corrects it")
+    if config.in_flight > 1 and config.episode and constrains():
+        raise ValueError(f"{given} does not go with AGENT_STRUCTURED=constrain: the grammar of a reply that is half "
+                         f"written is not carried over")
     if config.engine == "vllm":
         check_vllm(config, hf_config.model_type)
         check_extra(config.extra, world.device.type)
     else:
         for_vllm = changed_flags(config, "tp", "stop", "in_flight", "extra")
+        if config.episode and constrains():
+            for_vllm.append("AGENT_STRUCTURED=constrain")
         if for_vllm:
             raise ValueError(f"{' and '.join(for_vllm)} needs --rollout.engine vllm")
     hf_config = hf_config.get_text_config()

@@ -22,6 +22,7 @@ from common.engine.sync import Checksum, differing, held_checksums
 from common.memory.plan import GRAPHS_GB, RESERVED_GB
 from common.parallel.ranks import all_names, seed_of
 from envs.pictures import decode
+from envs.runtime.conversation import constrains
 from envs.runtime.response import Response
 from rewards import json_object
 from rewards.runtime.cleaner import own_folder
@@ -59,6 +60,9 @@ class VLLMEngine(Engine):
         if hasattr(setup.hf_config, "vision_config"):  # vLLM 0.26 has neither, and is refused with images
             # sha256 is part of Python; a tower's buffers for normalizing would be random: the load format is dummy
             options |= {"mm_hasher_algorithm": "sha256", "mm_device_do_normalize": False}
+        if constrains():
+            # white space would be free otherwise, and a small model writes it until there is no room left
+            options["structured_outputs_config"] = {"backend": "xgrammar", "disable_any_whitespace": True}
         if self.on_cpu:
             options |= {
                 "enforce_eager": True,
@@ -138,10 +142,13 @@ class VLLMEngine(Engine):
         return {"sleep/used_gb": (total - free) / 2**30}
 
     def add(self, request: int, prompt: Sequence[int], seed: int | None, sampling: SamplingConfig,
-            images: Images | None = None) -> None:
+            images: Images | None = None, schema: dict[str, Any] | None = None) -> None:
         from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
+        grammar = None
+        if schema is not None:
+            grammar = StructuredOutputsParams(json=schema)
         params = SamplingParams(
             temperature=0.0 if seed is None else sampling.temperature,
             top_p=sampling.top_p,
@@ -154,6 +161,7 @@ class VLLMEngine(Engine):
             flat_logprobs=True,  # lists of numbers, not an object a token
             detokenize=bool(sampling.stop), skip_special_tokens=False,  # a stop text may be a special token
             output_kind=RequestOutputKind.FINAL_ONLY,
+            structured_outputs=grammar,
         )
         inputs: dict[str, Any] = {"prompt_token_ids": list(prompt)}
         if images is not None:  # vLLM expands the placeholders itself, and would expand expanded ones again

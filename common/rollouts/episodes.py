@@ -19,7 +19,7 @@ from common.episodes.replies import Parse, reply_of, seed_of_reply
 from common.parallel.ranks import World, check_at_least
 from common.prompts import TemplateConfig
 from envs.pictures import joined
-from envs.runtime.conversation import ChatTemplate, Conversation, FlagError
+from envs.runtime.conversation import ChatTemplate, Conversation, FlagError, constrains
 from envs.runtime.processes import EpisodeProcesses
 from envs.runtime.response import Episode, Response, response_of
 from envs.runtime.template import check_tokens
@@ -183,6 +183,8 @@ class Episodes:
         if message["stop"] and is_by_tokens:
             raise FlagError("chat.reply(stop=...) needs --rollout.engine vllm and --rollout.in-flight 1: tokens alone "
                             "are carried over to the next step, not a text that is half written")
+        if message["schema"] is not None and not constrains():
+            raise FlagError("chat.reply(schema=...) needs the environment variable AGENT_STRUCTURED=constrain")
         if episode.num_turns + episode.num_asked >= self.config.max_turns:
             return "turns"
         conversation = episode.conversations.get(message["conversation"])
@@ -221,6 +223,7 @@ class Episodes:
             temperature=temperature,
             stop=(*sampling.stop, *message["stop"]),
         )
+        conversation.schema = message["schema"]
         is_trained = temperature == sampling.temperature
         episode.next_reply(message["conversation"], between or conversation.prompt, is_trained, files)
         return ""
@@ -247,6 +250,7 @@ class Episodes:
             seed,
             replace(sampling, max_response_length=sampling.max_response_length - len(reply.tokens)),
             images,
+            conversation.schema,
         )
 
     def take_reply(self, number: int, episode: Episode, asked: int) -> None:

@@ -11,24 +11,26 @@ from envs.endpoint.asked import (
     Fields,
     Message,
     call_of,
+    called_of,
     choice_of,
     count_of,
     expected,
     function_of,
     objects_in,
+    optional,
     parts_of,
     stops_of,
     temperature_of,
     text_of,
     with_names,
 )
+from envs.endpoint.structured import schema_of
 
 FIELDS = Fields(
     read=("model", "messages", "system", "tools", "tool_choice", "max_tokens", "temperature", "stop_sequences",
-          "stream"),
-    fixed={"top_p": (1,), "top_k": (), "mcp_servers": ([],), "container": (), "output_format": (),
-           "output_config.format": (), "output_config.task_budget": (), "compaction": (), "thread": (),
-           "fallbacks": ([],)},
+          "stream", "output_config.format", "output_format"),
+    fixed={"top_p": (1,), "top_k": (), "mcp_servers": ([],), "container": (), "output_config.task_budget": (),
+           "compaction": (), "thread": (), "fallbacks": ([],)},
     hints={"thinking": (), "output_config.effort": (), "speed": ("standard",), "context_management": ({}, [])},
     beside=("betas", "billing_policy", "cache_control", "diagnostics", "fallback_credit_token", "inference_geo",
             "metadata", "service_tier", "user_profile_id", "workspace_id"),
@@ -46,9 +48,12 @@ def read(body: dict[str, Any], earlier: dict[str, list[Message]]) -> Asked:
         messages += read_message(message)
     if not messages or messages[-1]["role"] == "assistant":
         raise ApiError("messages must end with the user's: the model does not continue a text of the assistant here")
+    # the beta of structured outputs had a field of its own
+    schema = schema_of(optional(body, "output_config", dict) or {}, "format") or schema_of(body, "output_format")
     return Asked(
         body, with_names(messages), [read_tool(tool) for tool in objects_in(body, "tools")],
         count_of(body, "max_tokens"), temperature_of(body), stops_of(body, "stop_sequences"), choice_of(body),
+        called_of(body), schema,
     )
 
 

@@ -78,6 +78,10 @@ class Asked:
     choice: str = "auto"
     """auto; none: the text is no call, whatever it says; required: the client hopes for a call. Nothing forces the
     model to write one: that would be another distribution than the one that is trained."""
+    called: str = ""
+    """The tool that the client names in tool_choice; then `choice` is required."""
+    schema: dict[str, Any] | None = None
+    """The JSON schema that the text must satisfy (structured.py)."""
 
     @property
     def model(self) -> str:
@@ -192,14 +196,28 @@ def function_of(tool: dict[str, Any], schema: str = "parameters") -> dict[str, A
 
 
 def choice_of(body: dict[str, Any]) -> str:
-    """The request's tool_choice: auto, none, or required, which Anthropic calls any."""
+    """The request's tool_choice: auto, none, or required, which Anthropic calls any. A tool's name is required too."""
     choice = body.get("tool_choice")
     kind = choice.get("type", "") if isinstance(choice, dict) else choice
-    kinds = {None: "auto", "auto": "auto", "none": "none", "required": "required", "any": "required"}
+    kinds = {None: "auto", "auto": "auto", "none": "none", "required": "required", "any": "required",
+             "function": "required", "tool": "required"}
     if not isinstance(kind, str | None) or kind not in kinds:
-        raise ApiError(f"tool_choice={choice!r:.100} is not supported: the model decides what it calls; there are "
-                       f"auto, required and none", code="unsupported_value")
+        raise ApiError(f"tool_choice={choice!r:.100} is not supported: there are auto, required, none and a tool's "
+                       f"name", code="unsupported_value")
     return kinds[kind]
+
+
+def called_of(body: dict[str, Any]) -> str:
+    """The name of the tool that a request's tool_choice has, or "". Raises ApiError for a tool that is not given."""
+    choice = body.get("tool_choice")
+    if not isinstance(choice, dict) or choice.get("type") not in ("function", "tool"):
+        return ""
+    holder = choice if "name" in choice else expected(choice, "function", dict)
+    name = expected(holder, "name", str)
+    tools = [tool["function"] if isinstance(tool.get("function"), dict) else tool for tool in objects_in(body, "tools")]
+    if name not in [tool.get("name") for tool in tools]:
+        raise ApiError(f"tool_choice names {name!r:.100}, which is none of the request's tools")
+    return name
 
 
 def count_of(body: dict[str, Any], *names: str) -> int | None:

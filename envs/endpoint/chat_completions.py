@@ -10,6 +10,7 @@ from envs.endpoint.asked import (
     Fields,
     Message,
     call_of,
+    called_of,
     choice_of,
     count_of,
     expected,
@@ -22,13 +23,14 @@ from envs.endpoint.asked import (
     text_of,
     with_names,
 )
+from envs.endpoint.structured import schema_of
 
 FIELDS = Fields(
     read=("model", "messages", "tools", "tool_choice", "max_completion_tokens", "max_tokens", "temperature", "stop",
-          "stream", "stream_options.include_usage"),
+          "stream", "stream_options.include_usage", "response_format"),
     fixed={
         "n": (1,), "logprobs": (False,), "top_logprobs": (0,), "top_p": (1,), "frequency_penalty": (0,),
-        "presence_penalty": (0,), "logit_bias": ({},), "response_format": ({"type": "text"},),
+        "presence_penalty": (0,), "logit_bias": ({},),
         "modalities": (["text"],), "functions": ([],), "function_call": ("none", "auto"), "audio": (),
         "web_search_options": (),
         # of vLLM's server
@@ -52,7 +54,7 @@ def read(body: dict[str, Any], earlier: dict[str, list[Message]]) -> Asked:
         body, with_names([read_message(message) for message in objects_in(body, "messages")]),
         [read_tool(tool) for tool in objects_in(body, "tools")],
         count_of(body, "max_completion_tokens", "max_tokens"), temperature_of(body), stops_of(body, "stop"),
-        choice_of(body),
+        choice_of(body), called_of(body), schema_of(body, "response_format", "json_schema"),
     )
 
 

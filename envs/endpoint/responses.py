@@ -11,6 +11,7 @@ from envs.endpoint.asked import (
     Fields,
     Message,
     call_of,
+    called_of,
     choice_of,
     count_of,
     expected,
@@ -21,13 +22,14 @@ from envs.endpoint.asked import (
     temperature_of,
     with_names,
 )
+from envs.endpoint.structured import schema_of
 
 FIELDS = Fields(
     read=("model", "input", "instructions", "previous_response_id", "tools", "tool_choice", "max_output_tokens",
-          "temperature", "stream"),
+          "temperature", "stream", "text.format"),
     fixed={
         "background": (False,), "conversation": (), "prompt": (), "top_logprobs": (0,), "top_p": (1,),
-        "text.format": ({"type": "text"},), "stop": ([],),
+        "stop": ([],),
     },
     hints={"reasoning": (), "text.verbosity": ("medium",), "parallel_tool_calls": (True,), "include": ([],),
            "truncation": ("disabled",), "max_tool_calls": (), "context_management": ([],)},
@@ -55,6 +57,7 @@ def read(body: dict[str, Any], earlier: dict[str, list[Message]]) -> Asked:
     return Asked(
         body, with_names(messages), [read_tool(tool) for tool in objects_in(body, "tools")],
         count_of(body, "max_output_tokens"), temperature_of(body), [], choice_of(body),
+        called_of(body), schema_of(optional(body, "text", dict) or {}, "format"),
     )
 
 

@@ -25,6 +25,7 @@ from envs.endpoint import anthropic_messages, chat_completions, responses
 from envs.endpoint.asked import Answer, ApiError, Asked, Key, Message, key_of, read_pictures
 from envs.endpoint.connections import Connections
 from envs.endpoint.http import Http, as_event, as_object, body_of, model_of
+from envs.endpoint.structured import is_json, told_of, with_text
 
 FORMS: dict[str, ModuleType] = {
     "/v1/chat/completions": chat_completions, "/v1/responses": responses, "/v1/messages": anthropic_messages,
@@ -37,7 +38,9 @@ COUNTS = {
     "repeated": "those that got the answer of an earlier request",
     "aborted": "those whose client was gone before the answer was there",
     "conversations": "those that began a conversation",
-    "not_called": "those with tool_choice required whose answer calls no tool",
+    "not_called": "those with tool_choice required, or a tool's name there, whose answer does not call it",
+    "structured": "those that asked for JSON",
+    "unparsed": "those of them whose answer is none, and no call of a tool",
     "truncated": "those whose answer was cut off, or found no room",
     "unheeded": "those with a field that the model is not told: a seed, an effort, a verbosity",
     "temperatures": "those that asked for a temperature, in vain unless AGENT_TEMPERATURE=1",
@@ -52,6 +55,7 @@ class Conversation:
     tools: list[dict[str, Any]]
     seen: list[Key]  # its messages as the client knows them, the last one is the model's
     is_busy: bool = False  # the model writes
+    told: str = ""  # of a schema, or a tool's name
 
 
 @dataclass
@@ -72,13 +76,16 @@ class Exchange:
 class Endpoint:
     """`async with Endpoint(chat, models) as endpoint`: serves the model of `chat` while the block runs."""
 
-    def __init__(self, chat: Any, models: Mapping[str, str], keeps_temperature: bool = False, key: str = ""):
+    def __init__(self, chat: Any, models: Mapping[str, str], keeps_temperature: bool = False, key: str = "",
+                 constrains: bool = False):
         """`models`: names under which clients may ask for the model -> the role of what is then sampled.
         `keeps_temperature`: sample with the temperature that a request asks for; what is sampled with another one than
-        the run's is not trained. `key`: one that is taken beside the episode's own."""
+        the run's is not trained. `key`: one that is taken beside the episode's own. `constrains`: sample under a
+        grammar of the schema that a request asks for, instead of writing it into the prompt."""
         self.chat = chat
         self.models = models
         self.keeps_temperature = keeps_temperature
+        self.constrains = constrains
         self.token = secrets.token_urlsafe(32)
         self.keys = [known.encode() for known in (self.token, key) if known]
         self.counts = dict.fromkeys(COUNTS, 0)
@@ -217,6 +224,8 @@ class Endpoint:
         keys = [key_of(message) for message in asked.messages]
         role = self.role_of(asked.model)
         options = (asked.max_tokens, asked.temperature, tuple(asked.stop), asked.choice)
+        if told := told_of(asked):
+            options += (told,)
         key = (role, json.dumps(asked.tools, sort_keys=True), options, *keys)
         earlier = self.exchanges.setdefault(key, [])
         # the SDKs of OpenAI and Anthropic say that they ask again; of others a closed connection tells it. The same
@@ -261,9 +270,15 @@ class Endpoint:
         """The model's next turn in this conversation."""
         chat, num_seen = conversation.chat, len(conversation.seen)
         self.counts["temperatures"] += asked.temperature is not None
+        self.counts["structured"] += asked.schema is not None
+        schema = asked.schema if self.constrains and not asked.tools else None
+        messages = asked.messages[num_seen:]
+        told = told_of(asked) if schema is None else ""
+        if told not in ("", conversation.told):  # the model sees it once
+            messages = with_text(messages, told)
         try:
             text = await chat.reply(
-                *asked.messages[num_seen:], max_tokens=asked.max_tokens, stop=asked.stop,
+                *messages, max_tokens=asked.max_tokens, stop=asked.stop, schema=schema,
                 temperature=asked.temperature if self.keeps_temperature else None,
             )
         except Exception as error:
@@ -278,6 +293,7 @@ class Endpoint:
         if not num_seen:
             self.counts["conversations"] += 1
             self.conversations.append(conversation)
+        conversation.told = told or conversation.told
         answer = self.answer_of(chat, text, asked, name)
         conversation.seen = [*keys, key_of(answer.message())]
         return answer
@@ -289,9 +305,14 @@ class Endpoint:
         self.chat.num_tool_errors += len(calls) - len(read)
         # templates of Mistral's take ids of nine letters or digits
         ids = [hashlib.sha256(f"{name} {i}".encode()).hexdigest()[:9] for i in range(len(read))]
-        self.counts["not_called"] += asked.choice == "required" and not read
+        is_called = bool(read)
+        if asked.called:
+            is_called = asked.called in [call["name"] for call in read]
+        self.counts["not_called"] += asked.choice == "required" and not is_called
         has_calls_in_text = chat.tool_calls and not read  # which are shown if they are not read
         content = text.rpartition("</think>")[2] if has_calls_in_text else chat.content
+        if asked.schema is not None and not read:
+            self.counts["unparsed"] += not is_json(content, asked.schema)
         found = {stop: content.find(stop) for stop in asked.stop if stop in content}
         stop = min(found, key=found.get, default="")
         return Answer(

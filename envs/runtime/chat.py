@@ -72,10 +72,11 @@ class Chat:
         return other
 
     async def reply(self, *messages: dict[str, Any], max_tokens: int | None = None, stop: Sequence[str] = (),
-                    temperature: float | None = None) -> str | None:
+                    temperature: float | None = None, schema: dict[str, Any] | None = None) -> str | None:
         """Add these messages, then let the model write its next turn. Returns its text; None if no room or no turn is
         left, see `finish_reason`. `max_tokens`: of this reply; default: all that are left. `stop`: further texts that
-        end it. `temperature`: a reply with another one than the run's is not trained."""
+        end it. `temperature`: a reply with another one than the run's is not trained. `schema`: a JSON schema that the
+        reply satisfies, because it is sampled under a grammar: training needs an importance weight."""
         told = [told_of(message) for message in messages]
         if not messages and (self.turns or self is not self.all[0]):
             raise ValueError("chat.reply() without messages: the model must be given something, unless it answers the "
@@ -99,6 +100,7 @@ class Chat:
                     "max_tokens": max_tokens and operator.index(max_tokens),
                     "stop": [stop] if isinstance(stop, str) else list(stop),
                     "temperature": temperature,
+                    "schema": schema,
                 })
         except asyncio.CancelledError:
             self._blocked = CANCELLED

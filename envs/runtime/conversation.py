@@ -3,6 +3,7 @@ new messages are rendered and encoded. The tokens of users and tools have mask F
 
 import contextlib
 import json
+import os
 import re
 import secrets
 from collections.abc import Callable, Sequence
@@ -16,6 +17,12 @@ Message = dict[str, Any]
 
 class FlagError(ValueError):
     """A mistake in the flags that every episode would meet: it stops the run, where another error ends one episode."""
+
+
+def constrains() -> bool:
+    """Whether replies may be sampled under the grammar of a JSON schema. Their tokens then come from another
+    distribution than the model's, which is decided once for all ranks and for the whole run."""
+    return os.environ.get("AGENT_STRUCTURED") == "constrain"
 
 
 @dataclass
@@ -163,6 +170,7 @@ class Conversation:
     role: str = ""
     forms: list[Message | None] = field(init=False)  # of each message: a reply as `keep_form` has it
     num_replies: int = 0
+    schema: dict[str, Any] | None = None  # of that reply
     asked: Any = None  # SamplingConfig of the reply that the engine samples; None: it samples none
     room: int = 0  # tokens that this reply may have at most for want of room
 

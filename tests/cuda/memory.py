@@ -176,7 +176,7 @@ class Handover(Engine):
             pass
         return len(sent), set()
 
-    def add(self, request, prompt, seed, sampling, images) -> None:
+    def add(self, request, prompt, seed, sampling, images, schema=None) -> None:
         self.waiting.append(request)
         self.length = sampling.max_response_length
 

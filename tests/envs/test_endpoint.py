@@ -97,12 +97,13 @@ def calling(messages: list[dict]) -> str | list[dict]:
 
 
 def serve(agent: Callable[[Endpoint], Coroutine], model: Callable = counting, chat: ScriptedChat | None = None,
-          models: dict[str, str] | None = None, keeps_temperature: bool = False) -> tuple[Any, ScriptedChat, dict]:
+          models: dict[str, str] | None = None, keeps_temperature: bool = False,
+          constrains: bool = False) -> tuple[Any, ScriptedChat, dict]:
     """What the agent returns, the model's side, and the counts."""
     chat = chat or ScriptedChat(model)
 
     async def run() -> tuple[Any, dict[str, int]]:
-        async with Endpoint(chat, models or {"policy": ""}, keeps_temperature) as endpoint:
+        async with Endpoint(chat, models or {"policy": ""}, keeps_temperature, "", constrains) as endpoint:
             return await endpoint.run(agent(endpoint)), endpoint.counts
 
     result, counts = asyncio.run(asyncio.wait_for(run(), 30))
@@ -352,8 +353,8 @@ def test_options_reach_the_model(keeps):
     assert short.finish_reason == "length" and (usage.prompt_tokens, usage.completion_tokens) == (3, 4)
     assert (stopped.message.content, stopped.finish_reason) == ("1 one ", "stop")
     assert [sub.asked for sub in chat.begun] == [
-        [{"max_tokens": 2, "stop": [], "temperature": None}],
-        [{"max_tokens": None, "stop": ["two", "three"], "temperature": 0.5 if keeps else None}],
+        [{"max_tokens": 2, "stop": [], "temperature": None, "schema": None}],
+        [{"max_tokens": None, "stop": ["two", "three"], "temperature": 0.5 if keeps else None, "schema": None}],
     ]
     assert counts["temperatures"] == 1
 
@@ -386,9 +387,9 @@ def test_errors_are_in_the_form_of_the_api_and_counted():
             await fails(max_tokens=0)
             await fails(temperature=3)
             await fails(stop=[""])
-            await fails(tool_choice={"type": "function", "function": {"name": "weather"}}, tools=[TOOL])
+            await fails(tool_choice={"type": "function", "function": {"name": "other"}}, tools=[TOOL])
             await fails(tools=[{"type": "custom", "custom": {"name": "x"}}])
-            await fails(response_format={"type": "json_object"})
+            await fails(response_format={"type": "grammar"})
             with pytest.raises(openai.NotFoundError):
                 await client.embeddings.create(model="policy", input="x")
         async with client_of(endpoint, max_retries=2) as client:
@@ -407,7 +408,7 @@ def test_errors_are_in_the_form_of_the_api_and_counted():
     value, form = "unsupported_value", "invalid_request"
     assert found == [
         (404, "model_not_found"), (400, "unsupported_content"), (400, form), (400, "malformed"), (400, "malformed"),
-        (400, value), (400, value), (400, form), (400, form), (400, form), (400, value), (400, value),
+        (400, value), (400, value), (400, form), (400, form), (400, form), (400, form), (400, value),
         (400, value), (401, "invalid_api_key"),
     ]
     assert counts["errors"] == counts["requests"] == len(found) + 8 and chat.begun == []
