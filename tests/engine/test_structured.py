@@ -15,7 +15,7 @@ from envs.runtime.conversation import FlagError
 from tests.conftest import MODEL
 from tests.engine.episode_runs import Runs, make_prompt
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.sweep]
 FLOAT32 = ModelConfig(compute_dtype="float32")
 WORDS = ["red", "reddish", "blue"]
 ENVIRONMENT = """

@@ -43,8 +43,10 @@ class Player:
                 reply = left[number].pop(0) if left[number] else None
                 answer = {"conversation": message["conversation"], "text": reply, "tokens_left": 50,
                           "finish_reason": "turns" if reply is None else "stop"}
-                if isinstance(reply, str) and reply.endswith("..."):
-                    answer["finish_reason"] = "length"
+                if isinstance(reply, str):
+                    answer["usage"] = [len(" ".join(said[number]).split()), len(reply.split())]  # words
+                    if reply.endswith("..."):
+                        answer["finish_reason"] = "length"
                 if isinstance(reply, list):
                     answer |= {"text": "<tool_call>", "tool_calls": reply}
                 time.sleep(self.writing_s)

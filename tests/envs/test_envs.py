@@ -84,6 +84,21 @@ def test_calculator(tmp_path):
 
 # --------------------------------------------------------------------------- games
 
+def test_a_conversation_is_begun_anew_with_the_models_summary(monkeypatch):
+    monkeypatch.setenv("COMPACT_TOKENS", "2")
+    example = row("7", "Guess it.") | {"extra_info": {"secret": 7}}
+    with Player("envs/compacting.py") as player:
+        (won, said), (lost, _) = player.play_all([
+            (example, ["3", "12", "It is above 3 and below 12.", "7!"]), (example, ["3", "4", "5"])])
+    ask = "Summarise in one sentence what you know so far."
+    assert said == ["Higher.", f"Lower.\n{ask}", "Guess it.\nWhat you know so far: It is above 3 and below 12."]
+    assert won["score"] == 1.0 and won["extra"] == {"acc": 1.0, "guesses": 3.0, "compactions": 1.0}
+    assert (lost["score"], lost["extra"]["guesses"]) == (0.0, 2.0)
+    monkeypatch.setenv("COMPACT_TOKENS", "0")
+    with pytest.raises(ValueError, match="COMPACT_TOKENS 0 must be at least 1"):
+        runpy.run_path(str(ROOT / "envs/compacting.py"))
+
+
 def test_guess_number(tmp_path):
     made = make_rows("guess_number.py", tmp_path, "--num-train", "3", "--num-test", "2", "--largest", "50")
     example = made["train"][0] | {"extra_info": {"secret": 7}}
