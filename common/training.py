@@ -253,6 +253,7 @@ class Training(Models):
             if not self.is_finished:
                 raise RuntimeError(f"step {step + 1} was neither logged nor saved: call run.finish(...) (in "
                                    f"scripts that do not sample run.end_step(...)) at the end of each step")
+            self.checkpoints.check_unchanged(self.script_state)
         if self.args.save.hf != "never":
             export(self.policy, self.hf_files, self.tracker.run_dir / "model", self.world)
             said = left_out(flags_of(self.args))

@@ -171,6 +171,11 @@ class Checkpoints:
             self._save()
         self.check()
 
+    def check_unchanged(self, script: dict[str, Any]) -> None:
+        """Raises RuntimeError if the script's state is not what `after_step` got: a checkpoint has the older one."""
+        if fingerprint(split(script)[0]) != self.script:
+            raise RuntimeError("run.script_state was changed after run.finish, which saves it: write it before")
+
     def check(self) -> None:
         """A safe point: if a signal has reached any rank, and no optimizer step would be lost, all ranks save and raise
         SystemExit. The caller closes the engine and the process group."""

@@ -77,7 +77,11 @@ class Models:
     def check_frozen(self) -> None:
         """Raises RuntimeError if one of them has others now. A script may have dropped some."""
         for name, before in self.num_changes_before.items():
-            if name in self.models and num_changes(self.models[name]) != before:
+            model = self.models.get(name)
+            if model is None:
+                continue
+            model.free_unsharded()  # after a pass that was not of `score`, its parameters are other tensors
+            if num_changes(model) != before:
                 raise RuntimeError(f"this script has changed the weights of {name}, which no checkpoint holds: load it "
                                    f"with run.load_average (float32, for an average over steps), or with "
                                    f"run.load_frozen(..., is_saved=True) (for copies of other weights)")

@@ -44,6 +44,7 @@ class Scoring:
         self.model: RewardModel | None = None
         self.episodes: Episodes | None = None
         self.sampled: dict[tuple[int | str, ...], RolloutConfig] = {}  # seeds of the run's requests
+        self.is_collected = True  # the rollout that was begun last
         self.advance: Callable[[], None] = lambda: None
         """Called as each response ends, for a progress bar."""
         self.pool: RewardPool | None = None
@@ -57,10 +58,16 @@ class Scoring:
             try_function(self.pool, list(data), may_fail=self.episode != "")
 
     def check_new(self, request: "RolloutRequest") -> None:
-        """Raises ValueError for a request whose responses would be those of an earlier one, token by token."""
-        if self.sampled.get(request.seed) == request.sampling:
-            raise ValueError(f"run.sample was called twice with the seed {request.seed[1:]}: the same rows would get "
-                             f"the same responses; give it a further number after the step, another in each call")
+        """Raises ValueError for a request that draws the random numbers of an earlier one: with the same flags it gets
+        the same responses, with another temperature similar ones. Also before the last rollout is collected, because
+        the workers number the responses of each rollout from 0."""
+        if self.pool is not None and not self.is_collected:
+            raise ValueError("run.sample: the responses of the call before are not collected, and the scores of both "
+                             "would be mixed up: call run.collect(pending) before the next run.sample")
+        before = self.sampled.get(request.seed)
+        if before is not None and (before == request.sampling or (before.temperature and request.sampling.temperature)):
+            raise ValueError(f"run.sample was called twice with the seed {request.seed[1:]}: both calls would draw the "
+                             f"same random numbers; give it a further number after the step, another in each call")
         self.sampled[request.seed] = request.sampling
 
     def close(self) -> None:
@@ -147,6 +154,7 @@ class PendingRollout:
         """The training step in which they were sampled; -1: none."""
         self.rows: Sequence[int] = ()
         """The rows of all groups, as this rank gave them to `run.sample`; none: groups of several steps."""
+        scoring.is_collected = False
 
     def score(self, i: int, response: Response, reply: dict[str, Any] | None = None) -> None:
         """Hand response `i` of this engine to the scorers; each rank of the engine does that for its share. `reply`: an
@@ -178,6 +186,7 @@ class PendingRollout:
         Adds to `meter` reward/error_frac, reward/timeout_frac, and reward/NAME for the numbers that a reward function
         returned besides its score. Raises RuntimeError on all ranks if too many samples have no score.
         """
+        self.scoring.is_collected = True
         mine = []                                                   # that this rank of the engine has to score
         for sample in self.samples:
             if sample.response is not None:

@@ -37,6 +37,10 @@ class Phase:
         self.outputs: list[tuple[Batch, Tensor]] = []  # what the model returned for the micro-batches of this update
         self.num_done = 0
         self.is_update = True
+        self.num_passes = len(minibatches) // max(len({id(minibatch) for minibatch in minibatches}), 1)
+        self.at_start: dict[int, dict[str, tuple[Tensor, int]]] = {}  # id of a micro-batch -> its fields
+        if self.num_passes > 1:
+            self.at_start = {id(microbatch): versions_of(microbatch) for microbatch in chain(*minibatches)}
 
     def __iter__(self) -> Iterator[Batch]:
         self.is_update = False  # it may be left early
@@ -55,7 +59,9 @@ class Phase:
         """After the backward pass of a micro-batch. `output` [T]: log-probs or values; the error for one that is not
         finite names its response. `entropy` [T] and `stats`, numbers per token [T] by the metric's name, are averaged
         where the mask is True, canaries left out. In the phase update_actor all of them are kept for the recorded
-        rollouts."""
+        rollouts. Raises ValueError for a field of the micro-batch that has a gradient, and for one that this update
+        has changed, if it has several passes."""
+        self._check_fields(microbatch)
         self.outputs.append((microbatch, output.detach()))
         mask = microbatch.measured
         found = {name: values.detach() for name, values in (stats or {}).items()}
@@ -70,6 +76,19 @@ class Phase:
                 self.run.meter.mean("actor/router_changed", changed, mask)
             microbatch.last_pass = found | {"logp": output.detach()}
         self._count()
+
+    def _check_fields(self, microbatch: Batch) -> None:
+        for name, (values, _) in microbatch.present().items():
+            if values.requires_grad:
+                raise ValueError(f"microbatch.{field_of(name)} has a gradient of its own, which would flow into the "
+                                 f"pass that made it: use policy.score(microbatch, temperature) for log-probs, else "
+                                 f"with torch.no_grad() or .detach()")
+        now = versions_of(microbatch)
+        for name, (values, version) in self.at_start.get(id(microbatch), {}).items():
+            if name not in now or now[name][0] is not values or now[name][1] != version:
+                raise ValueError(f"the phase {self.name} changes microbatch.{field_of(name)}, and each of its "
+                                 f"{self.num_passes} passes (--epochs-per-step) would change it again: give the new "
+                                 f"numbers a variable of their own")
 
     def optimizer_step(self, model: PackedModel, optimizer: torch.optim.Optimizer, config: OptimConfig, step: int,
                        first_step: int = 0) -> None:
@@ -105,3 +124,14 @@ class Phase:
         if self.is_update and self.num_done not in ends:
             raise RuntimeError(f"the phase {self.name} has {self.num_microbatches} micro-batches and {self.num_done} "
                                f"were reported: iterate over the phase, or call {DONE} after each")
+
+
+def versions_of(microbatch: Batch) -> dict[str, tuple[Tensor, int]]:
+    """name -> a field's tensor, and how often that was changed in place, which the device is not asked for."""
+    return {name: (values, values._version) for name, (values, _) in microbatch.present().items()}
+
+
+def field_of(name: str) -> str:
+    """A name of `Batch.present`, as a script writes it."""
+    holder, _, own = name.partition(".")
+    return f"{holder}[{own!r}]" if own else name
