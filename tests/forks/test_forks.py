@@ -19,7 +19,7 @@ from tests.forks.rewards import TOKENS
 from tests.forks.two_policies import two_policies
 from tools import try_script
 
-GRPO = (ROOT / "grpo.py").read_text()
+GRPO, DAPO = ((ROOT / name).read_text() for name in ("grpo.py", "dapo.py"))
 BY_LENGTH = f"{try_script.__file__}:compute_score_of_some"
 PROCESS, NEVER, WORDS = (f"{Path(__file__).parent}/rewards.py:{name}" for name in ("process", "never", "words"))
 ENTROPY, STEPS, CURRICULUM, AVERAGE, BEST = documented()
@@ -34,9 +34,9 @@ def start(tiny_llama, small_train, tmp_path_factory):
     """`start(title or name, *flags)` runs a fork and returns its run folder; with check=False, what it said."""
     forks = documented() | careless()
 
-    def start(fork: str, *more: str, ranks: int = 1, check: bool = True):
+    def start(fork: str, *more: str, ranks: int = 1, check: bool = True, base: str = GRPO):
         folder = tmp_path_factory.mktemp("fork")
-        source = two_policies(GRPO) if fork == "two_policies" else apply(forks[fork], GRPO)[0] if fork else GRPO
+        source = two_policies(GRPO) if fork == "two_policies" else apply(forks[fork], base)[0] if fork else base
         (folder / "mine.py").write_text(source)
         flags = ["--model", tiny_llama, "--train-data", small_train, "--prompts-per-step", "4", "--samples-per-prompt",
                  "4", "--total-steps", "2", "--rollout.engine", "hf", "--policy.compute-dtype", "float32",
@@ -258,6 +258,90 @@ def test_an_average_in_a_frozen_model_is_refused(start):
                     "is_saved=True) (for copies of other weights)")
 
 
+def test_a_length_penalty_that_adapts(start, tmp_path):
+    """Its factor follows the mean length of each step, of all ranks; a killed run goes on with it."""
+    run, coef = start("length_budget", *THREE_STEPS), 0.0
+    for step, numbers in enumerate(metrics_of(run), 1):
+        rows = rows_of(run, step)
+        over = [row["response_length"] / 6 - 1 for row in rows]
+        assert numbers["length/coef"] == pytest.approx(coef)
+        assert [row["reward"] for row in rows] == pytest.approx([r["score"] - coef * x for r, x in zip(rows, over)])
+        coef = max(0.0, coef + 0.5 * np.mean(over))
+    assert coef > 0
+    survives_a_kill(run, tmp_path)
+
+
+def test_a_kl_in_the_advantage(start):
+    """That of the policy that sampled, half as much in the second of two steps, once for several passes."""
+    flags = [*STOPS, *UNSAVED, "--epochs-per-step", "2", "--optim.lr", "1e-2"]
+    rows = rows_of(start("kl_in_the_advantage", *flags, ranks=2), 2)
+    kl = [np.subtract(row["old_logp"], row["ref_logp"]) for row in rows]
+    assert max(np.abs(x).max() for x in kl) > 0.1
+    for row, advantage, of_tokens in zip(rows, group_advantages(rows), kl):
+        np.testing.assert_allclose(row["token_advantage"], advantage - 0.1 / 2 * of_tokens, rtol=1e-4, atol=1e-5)
+    done = start("kl_in_the_advantage_of_each_pass", *flags, check=False)
+    assert said_by(done) == ("error: the phase update_actor changes microbatch.advantage, and each of its 2 passes "
+                             "(--epochs-per-step) would change it again: give the new numbers a variable of their own")
+    assert "step 1" not in done.stdout
+
+
+def test_two_temperatures_in_a_group(start):
+    """Half of each group is hot, both halves have one baseline, and each is scored at the temperature that sampled it.
+    Where it is not, or for several passes the old policy's log-probs are not, `make try` and `make test` find it."""
+    flags = [*STOPS, *UNSAVED, "--total-steps", "1", "--epochs-per-step", "2"]
+    run = start("two_temperatures", *flags, "--run-zero-advantage", "--kl-loss-coef", "0.1", ranks=2)
+    rows = rows_of(run)
+    for row in rows:
+        np.testing.assert_allclose(row["old_logp"], row["rollout_logp"], atol=1e-4)
+        np.testing.assert_allclose(row["ref_logp"], row["rollout_logp"], atol=1e-4)     # it is the policy in step 1
+    by_prompt = sorted(rows, key=lambda row: (row["prompt"], row["index"]))
+    expected = []
+    for _, group in groupby(by_prompt, key=lambda row: row["prompt"]):
+        scores = np.array([row["score"] for row in group])
+        assert len(scores) == 4
+        expected += list((scores - scores.mean()) / (scores.std(ddof=1) + 1e-6))
+    assert [row["advantage"] for row in by_prompt] == pytest.approx(expected, abs=1e-5)
+    for fork in ("two_temperatures_at_one", "two_temperatures_in_the_update"):
+        said = try_script.describe(start(fork, *flags))
+        assert re.search(r"^temperature .* nats: far more than rounding: other tokens, temperatures or prompts were "
+                         r"scored than sampled$", said, re.M), said
+
+
+def test_forking_tokens(start):
+    """The loss is the mean over the fifth of a step's tokens with the highest entropy, on two ranks too. Of each
+    micro-batch, in a narrower mask: `make try` and `make test` find it."""
+    flags = [*STOPS, *UNSAVED, "--total-steps", "1"]
+    run = start("forking_tokens", *flags, ranks=2)
+    rows = rows_of(run)
+    entropies = np.concatenate([row["entropy"] for row in rows])
+    is_fork = entropies >= np.quantile(entropies, 0.8)
+    assert 0.15 < is_fork.mean() < 0.25
+    advantages = np.concatenate([row["token_advantage"] for row in rows])
+    assert metrics_of(run)[0]["actor/pg_loss"] == pytest.approx(-advantages[is_fork].mean(), abs=1e-5)
+    fork = "forking_tokens_of_a_microbatch"
+    said = try_script.compare(start(fork, *flags), start(fork, *flags, "--run-zero-advantage"))
+    assert said.startswith(try_script.FOUND)
+
+
+def test_a_clip_by_quantiles(start):
+    """A tenth of a mini-batch's ratios is below the lower bound and a tenth above the upper one, in dapo.py on two
+    ranks. Those of a micro-batch: `make test` finds it, because it has two passes; in one, each ratio is 1."""
+    flags = [*STOPS, *UNSAVED, "--total-steps", "1", "--epochs-per-step", "2", "--optim.lr", "1e-2"]
+    run = start("clip_by_quantile", *flags, ranks=2, base=DAPO)
+    rows, numbers = rows_of(run), metrics_of(run)[0]
+    ratio, advantage, clipped = (np.concatenate([row[name] for row in rows])
+                                 for name in ("ratio", "token_advantage", "clipped"))
+    low, high = np.exp(np.quantile(np.log(ratio), [0.1, 0.9]))
+    assert low < 0.99 and high > 1.01
+    assert (numbers["actor/clip_low"], numbers["actor/clip_high"]) == pytest.approx((low, high), rel=1e-4)
+    is_at_bound = np.minimum(np.abs(ratio - low), np.abs(ratio - high)) < 1e-4
+    expected = np.where(advantage > 0, ratio > high, ratio < low) & (advantage != 0)
+    assert expected.any() and (clipped == expected)[~is_at_bound].all()
+    whole, cut = (metrics_of(start("clip_by_quantile_of_a_microbatch", *flags, *more, base=DAPO))[0]
+                  for more in ([], ["--max-tokens-per-gpu", "1"]))
+    assert whole["actor/grad_norm"] != pytest.approx(cut["actor/grad_norm"], rel=1e-3)
+
+
 def sft_loss(rows: list[dict]) -> float:
     """The mean of -log p over the tokens of correct responses."""
     return -np.mean([x for row in rows if row["score"] > 0 for x in row["old_logp"]])
@@ -369,9 +453,19 @@ def test_statistics_may_be_absent_or_others(start, fork):
     assert ("mine/ratio" in metrics_of(run)[0]) == (fork == "other_stats")
 
 
+TWICE = (r"error: run.sample was called twice with the seed \(0,\): both calls would draw the same random numbers; "
+         r"give it a further number after the step, another in each call")
+
+
 @pytest.mark.parametrize(("fork", "ranks", "expected"), [
-    ("sampled_twice", 1, r"error: run.sample was called twice with the seed \(0,\): the same rows would get the "
-                         r"same responses; give it a further number after the step, another in each call"),
+    ("sampled_twice", 1, TWICE), ("two_temperatures_in_one_pass", 1, TWICE),
+    ("two_temperatures_uncollected", 1, r"error: run.sample: the responses of the call before are not collected, and "
+                                        r"the scores of both would be mixed up: call run.collect\(pending\) before "
+                                        r"the next run.sample"),
+    ("length_budget_too_late", 1, r"RuntimeError: run.script_state was changed after run.finish, which saves it: "
+                                  r"write it before"),
+    ("old_logp_with_a_gradient", 1, r"error: microbatch.old_logp has a gradient of its own, which would flow into the "
+                                    r"pass that made it: use policy.score\(microbatch, temperature\) for .*"),
     ("samples_taken_out", 1, r"error: there are \d+ responses, and one has the number \d+: take none out of "
                              r"rollout.samples; rollout.select drops groups, a score of NaN drops a response"),
     ("state_by_number", 1, r"error: a checkpoint's state has the key 0, which a resumed run would find as a text: .*"),
