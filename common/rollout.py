@@ -156,15 +156,21 @@ class Rollout:
     def tensors(self) -> dict[str, Tensor]:
         return {f.name: vars(self)[f.name] for f in fields(self) if f.name != "samples"}
 
-    def cat(self, other: "Rollout") -> "Rollout":
-        """Both; responses and groups of `other` are numbered after those of this one. `batch` is made anew."""
+    def cat(self, other: "Rollout", same_groups: bool = False) -> "Rollout":
+        """Both; responses and groups of `other` are numbered after those of this one. With `same_groups` the groups of
+        `other` are further responses of the groups here with these numbers. `batch` is made anew. Raises ValueError for
+        groups of the same number and another row."""
         self._check_unwritten(other)
         num_groups = 0
-        if len(self):
+        if len(self) and not same_groups:
             num_groups = int(self.group.max()) + 1
         moved = [replace(s, index=s.index + len(self), group=s.group + num_groups) for s in other.samples]
         theirs = other.tensors() | {"group": other.group + num_groups}
         joined = {name: torch.cat([mine, theirs[name]]) for name, mine in self.tensors().items()}
+        pairs = torch.stack([joined["group"], joined["row"]]).unique(dim=1)                         # [2, groups]
+        if same_groups and len(pairs[0].unique()) != pairs.shape[1]:
+            raise ValueError("rollout.cat(same_groups=True): a group has another row here than there; sample both from "
+                             "the same rows, in the same order")
         return Rollout(self.samples + moved, **joined)
 
     def select(self, groups: Sequence[int]) -> "Rollout":

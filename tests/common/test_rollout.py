@@ -599,6 +599,21 @@ def test_select_then_cat_is_a_loop_over_responses(world, seed):
     assert both.step.tolist() == [s.step for s in sorted(both.samples, key=lambda s: s.index)]
 
 
+def test_cat_of_further_responses_to_the_same_prompts(world):
+    """They join the groups, which are compared as a whole; groups of other prompts are refused."""
+    first, second = random_rollout(0), random_rollout(1)
+    both = first.cat(second, same_groups=True)
+    assert both.group.tolist() == first.group.tolist() + second.group.tolist()
+    assert both.row.tolist() == both.group.tolist() and sorted(s.index for s in both.samples) == [*range(len(both))]
+    mean = group_mean(both.scores, both.group)
+    for group in range(5):
+        in_group = [row["scores"] for row in records(both) if row["group"] == group]
+        assert mean[both.group == group].tolist() == pytest.approx([np.mean(in_group)] * len(in_group))
+    moved = second.select([1, 0, 2, 3, 4])
+    with pytest.raises(ValueError, match=r"same_groups=True\): a group has another row here than there"):
+        first.cat(moved, same_groups=True)
+
+
 def test_groups_are_selected_before_own_fields_are_written(world):
     """After it they would be lost; `advantage` is written anew anyway."""
     rollout, other = random_rollout(0), random_rollout(1)
