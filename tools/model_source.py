@@ -13,8 +13,8 @@ from torch import Tensor
 from common.checkpoint.export import hf_files, model_of, replace_hf
 from common.checkpoint.files import complete_checkpoints
 from common.checkpoint.own import MARK
+from common.flags.model import ModelConfig
 from common.model.loading import read_config, read_tokenizer
-from common.model.policy import ModelConfig
 from common.source.folder import check_folder, check_weights
 from common.source.stored import open_folder, weights_of
 from tools.checkpoints import export_checkpoint, merged_with_base

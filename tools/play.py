@@ -25,15 +25,15 @@ import tyro
 from transformers import PreTrainedTokenizerBase
 
 from common.dataset.store import PromptSet, load_prompts
-from common.engine.base import EngineSetup, RolloutConfig
+from common.engine.base import EngineSetup
 from common.engine.make import check_rollout, make_engine, stop_tokens
+from common.flags.data import DataConfig
 from common.flags.effect import check_effect
+from common.flags.model import ModelConfig, RewardModelConfig
+from common.flags.rollout import RolloutConfig
 from common.metrics import Meter
 from common.model.loading import load_policy, read_config, read_tokenizer
-from common.model.policy import ModelConfig
-from common.model.reward_model import RewardModelConfig
 from common.parallel import ranks
-from common.prompts import DataConfig
 from common.rollout import Sample
 from common.rollouts.episodes import start_episodes
 from common.rollouts.scoring import RolloutRequest, RolloutSource, Scoring, start_rollout

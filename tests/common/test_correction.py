@@ -22,9 +22,9 @@ import tyro
 from common import correction
 from common.batch import Batch
 from common.correction import CorrectionConfig, resolve_correction
+from common.flags.correction import PRESETS
 from common.metrics import Meter
 from common.parallel import ranks
-from common.presets.correction import PRESETS
 from tests.common.weigh import weigh
 from tests.conftest import ROOT, launch
 from tests.oracles import policy_loss
