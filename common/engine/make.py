@@ -12,7 +12,8 @@ from common.engine.extra import check_extra
 from common.engine.hf import HFEngine
 from common.engine.remote import RemoteEngine
 from common.engine.vllm import VLLMEngine
-from common.flags.rollout import RolloutConfig, changed_flags, check_sampling
+from common.flags.rollout import RolloutConfig, changed_flags
+from common.flags.rules import check_sampling
 from common.flags.rules import check_sizes as check_sizes
 from common.forward.vision import FAMILIES
 from common.model.flops import context_length

@@ -1,7 +1,13 @@
-"""The flags of data, --data.*: of prompts, and of conversations that are trained on."""
+"""The flags of data, --data.*: of prompts, and of conversations that are trained on; and the files that flags name."""
 
+import glob
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+PARQUET = (".parquet", ".pq")
+SUFFIXES = (*PARQUET, ".jsonl", ".ndjson", ".json")
 
 
 @dataclass
@@ -43,3 +49,25 @@ class ConversationConfig(TemplateConfig):
     """Longest sequence, in tokens, chat template included."""
     on_long_row: Literal["filter", "truncate"] = "filter"
     """What to do with a row with a longer sequence: leave it out, or cut tokens from the sequence's end."""
+
+
+def find_files(entries: Sequence[str], flag: str = "data file") -> list[str]:
+    """Files, folders (all data files below, sorted) and globs (sorted) -> files. `flag`: what named them."""
+    if not entries:
+        raise ValueError("no data files given; name parquet or JSON lines files, folders or globs")
+    files: list[str] = []
+    for entry in entries:
+        pattern = entry
+        if os.path.exists(entry):                       # its name is no pattern, whatever is in it
+            pattern = glob.escape(entry)
+        if os.path.isdir(entry):
+            pattern += "/**"
+        found = []
+        for name in sorted(glob.glob(pattern, recursive=True)):
+            if name.endswith(SUFFIXES) and os.path.isfile(name):
+                found.append(name)
+        if not found:
+            raise ValueError(f"{flag} {entry} must be a {'/'.join(SUFFIXES)} file that exists, or a folder or glob "
+                             f"that has some; data/from_table.py converts CSV")
+        files += found
+    return files

@@ -1,10 +1,7 @@
-"""The flags of sampling, --rollout.*, and what is refused of them without a model."""
+"""The flags of sampling, --rollout.*"""
 
 from dataclasses import dataclass
 from typing import Literal
-
-from common.flags.rules import check_at_least
-from envs.runtime.conversation import EpisodeConfig
 
 
 @dataclass
@@ -25,6 +22,41 @@ class SamplingConfig:
     --rollout.engine vllm."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a response, besides the model's own end tokens."""
+
+
+@dataclass
+class EpisodeConfig:
+    """Episodes of many turns instead of single responses."""
+
+    episode: str = ""
+    """File and name of `async def episode(chat, row)`, path/to/file.py:name, see docs/environments.md. Several, as
+    NAME=FILE,NAME=FILE: a row's `agent_name` picks one. Default: no episodes; the model writes one response to each
+    prompt."""
+    max_turns: int = 16
+    """Most replies of the model in an episode. --rollout.max-response-length bounds the tokens of an episode, including
+    the tokens of users and tools. Needs --rollout.episode."""
+    tool_timeout_s: float = 30.0
+    """Seconds that an episode's own code, including its tools, may take between two replies before its process is
+    killed. Needs --rollout.episode."""
+    episodes_at_once: int = 0
+    """Episodes that one engine runs at the same time, each in its own process. 0: --rollout.max-num-seqs. Needs
+    --rollout.episode."""
+    lockstep: bool = False
+    """Wait for the tools of all episodes before each step of the engine. Then a run repeats byte for byte. Otherwise
+    the times at which tools end decide what is decoded together, and so how it is rounded. Needs --rollout.episode."""
+    drop: tuple[Literal["timeout", "length", "turns", "error"], ...] = ()
+    """Episodes that end for these reasons are excluded from the loss and their group's statistics (compact filtering).
+    Needs --rollout.episode."""
+    rewritten_history: Literal["split", "append", "error"] = "split"
+    """What to do if the chat template later writes earlier turns differently, for example without their reasoning.
+    split: the episode becomes several sequences, each as the model saw it. append: the model sees its own tokens.
+    error: stop. Needs --rollout.episode."""
+    tool_result_tokens: int = 0
+    """Most tokens of a tool's result that the model sees; a longer one loses its middle, and says so. 0: no limit.
+    Needs --rollout.episode."""
+    tool_parser: str = ""
+    """vLLM's parser of tool calls, by name (hermes, llama3_json, ...), for episodes with chat.tools. Needs
+    --rollout.episode."""
 
 
 @dataclass
@@ -62,23 +94,6 @@ class RolloutConfig(EpisodeConfig, SamplingConfig):
     """Stop if the mean |p_engine - p_trainer| over a step's tokens, or over the probe, exceeds this. 0: never."""
     extra: str = "{}"
     """Additional arguments for vLLM's LLM(...), as a JSON object. Needs --rollout.engine vllm."""
-
-
-def check_sampling(config: RolloutConfig) -> None:
-    """Refuse what cannot work with any model. Mistyped commands meet it before torch is imported."""
-    if config.temperature <= 0:
-        raise ValueError(f"--rollout.temperature {config.temperature} must be above 0: training needs a distribution")
-    for flag, top_p in (("top-p", config.top_p), ("val-top-p", config.val_top_p)):
-        if not 0 < top_p <= 1:
-            raise ValueError(f"--rollout.{flag} {top_p} must be in (0, 1]")
-    check_at_least(1, {"--rollout.max-response-length": config.max_response_length})
-    given = f"--rollout.in-flight {config.in_flight:g}"
-    if not 1 <= config.in_flight <= 2 or config.max_staleness < 0:
-        raise ValueError(f"{given} must be from 1 to 2, so that what a step carries over fits into the next one, and "
-                         f"--rollout.max-staleness {config.max_staleness} at least 0")
-    if config.in_flight > 1 and config.stop:
-        raise ValueError(f"{given} does not go with --rollout.stop: only the tokens of a response are carried over, "
-                         f"not a text that is half written")
 
 
 def changed_flags(config: RolloutConfig, *names: str) -> list[str]:

@@ -4,7 +4,7 @@ torch is imported."""
 import os
 from typing import Any, Literal
 
-from envs.runtime.conversation import EpisodeConfig
+from common.flags.rollout import RolloutConfig
 
 Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 
@@ -14,6 +14,13 @@ def check_at_least(least: int, flags: dict[str, float]) -> None:
     for flag, value in flags.items():
         if value < least:
             raise ValueError(f"{flag} {value} must be at least {least}")
+
+
+def check_shares(flags: dict[str, float]) -> None:
+    """Raises ValueError for a flag (--NAME -> its value) outside of [0, 1]."""
+    for flag, value in flags.items():
+        if not 0 <= value <= 1:
+            raise ValueError(f"{flag} {value} must be in [0, 1]")
 
 
 def num_shards(num_ranks: int, replicas: int, sequence_parallel: int = 1, expert_parallel: int = 1) -> int:
@@ -53,6 +60,23 @@ def check_sizes(tp: int, prompts_per_step: int, samples_per_prompt: int, minibat
                          f"--minibatches-per-step {minibatches_per_step}")
 
 
+def check_sampling(config: RolloutConfig) -> None:
+    """Refuse what cannot work with any model. Mistyped commands meet it before torch is imported."""
+    if config.temperature <= 0:
+        raise ValueError(f"--rollout.temperature {config.temperature} must be above 0: training needs a distribution")
+    for flag, top_p in (("top-p", config.top_p), ("val-top-p", config.val_top_p)):
+        if not 0 < top_p <= 1:
+            raise ValueError(f"--rollout.{flag} {top_p} must be in (0, 1]")
+    check_at_least(1, {"--rollout.max-response-length": config.max_response_length})
+    given = f"--rollout.in-flight {config.in_flight:g}"
+    if not 1 <= config.in_flight <= 2 or config.max_staleness < 0:
+        raise ValueError(f"{given} must be from 1 to 2, so that what a step carries over fits into the next one, and "
+                         f"--rollout.max-staleness {config.max_staleness} at least 0")
+    if config.in_flight > 1 and config.stop:
+        raise ValueError(f"{given} does not go with --rollout.stop: only the tokens of a response are carried over, "
+                         f"not a text that is half written")
+
+
 def check_clip(low: float, high: float, dual: float) -> None:
     """Refuse bounds of a clipped loss that cannot be meant."""
     if not 0 <= low <= 1:
@@ -70,7 +94,7 @@ def check_group(samples_per_prompt: int, least: int = 2) -> None:
                          f"baseline")
 
 
-def check_turns(config: EpisodeConfig, per_turn: bool, per_role: bool = False) -> None:
+def check_turns(config: RolloutConfig, per_turn: bool, per_role: bool = False) -> None:
     """Refuse advantages of turns or roles where there are none."""
     if (per_turn or per_role) and not config.episode:
         flag = "--advantage-per-step" if per_turn else "--advantage-per-role"

@@ -72,7 +72,9 @@ class OffloadedTensors:
         sizes = [*map(len, self.emptied)]
         if [*map(len, self.host)] != sizes:
             pin = torch.cuda.is_available()
-            self.host = [torch.empty(size, dtype=torch.uint8, pin_memory=pin) for size in sizes]
+            self.host = []
+            for size in sizes:
+                self.host.append(torch.empty(size, dtype=torch.uint8, pin_memory=pin))
         for storage, buffer in zip(self.emptied, self.host):
             buffer.copy_(_bytes(storage))
             storage.resize_(0)

@@ -47,7 +47,11 @@ def make_optimizer(model: PackedModel, config: OptimConfig) -> torch.optim.Optim
         })
     groups = decayed + not_decayed
     if matrices:
-        groups.append({"params": matrices, "weight_decay": config.weight_decay, "momentum": 0.95})
+        groups.append({
+            "params": matrices,
+            "weight_decay": config.weight_decay,
+            "momentum": 0.95,
+        })
     for group in groups:
         group["kind"] = config.kind
     optimizers = {"adamw": torch.optim.AdamW, "muon": Muon}

@@ -357,7 +357,7 @@ def test_what_scripts_share_is_the_same_to_the_character():
         at_the_margin = {textwrap.dedent(code) for script in SCRIPTS for code in found[script][start]}
         assert len(at_the_margin) == 1, at_the_margin
     everything = [*SCRIPTS.values(), *OFFLINE.values(), *ALONE.values()]
-    assert len({text[text.index('if __name__ == "__main__":'):] for text in everything}) == 1
+    assert len({text[text.rindex('if __name__ == "__main__":'):] for text in everything}) == 1
 
 
 def same_code(text: str) -> dict[str, str]:
