@@ -13,26 +13,13 @@ those that it trains: p_rollout is not p_old, which --correction.weights token c
         --train-data data/gsm8k/train.parquet --val-data data/gsm8k/test.parquet
 """
 
-from tools.command_line import run_script  # isort: skip  (mistyped commands end here, before torch is imported)
-
 import os
 import time
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-from torch import Tensor
-from torch.distributed.elastic.multiprocessing import errors
-
-from common import losses
-from common.correction import importance_weights, reject_and_weight, resolve_correction
-from common.engine.make import check_sizes
-from common.engine.remote import Bridge, receive_weights
-from common.metrics import Meter, spread
-from common.parallel.ranks import SAMPLERS, all_max, check_at_least
-from common.rollouts.scoring import RemoteRollout, RolloutSource, responses_to_state, start_rollout
-from common.run import Run, RunArgs
-from common.segments import group_mean, group_std
+from common.flags import RunArgs, resolve_correction, rules
+from tools.command_line import check_command, run_script
 
 
 @dataclass
@@ -81,19 +68,35 @@ def check(args: Args) -> None:
     if not 1 <= args.samplers < world_size:
         raise ValueError(f"--samplers {args.samplers} must be at least 1 and below the world size {world_size}, as the "
                          f"other ranks train; where all ranks train and sample: grpo.py")
-    check_at_least(0, {"--max-staleness": args.max_staleness})
+    rules.check_at_least(0, {"--max-staleness": args.max_staleness})
     if args.offload.optimizer or args.offload.params or args.rollout.in_flight > 1:
         raise ValueError("--offload.optimizer, --offload.params and --rollout.in-flight must be left out: samplers "
                          "have GPUs of their own, and nobody waits for their slowest response")
-    if args.reward_model.path and not args.rollout.gpu_memory_utilization and torch.cuda.is_available():
-        raise ValueError("--reward-model.path needs --rollout.gpu-memory-utilization, as its memory is not planned")
-    check_sizes(
+    rules.check_sizes(
         args.rollout.tp, args.prompts_per_step, args.samples_per_prompt, args.minibatches_per_step,
         epochs_per_step=args.epochs_per_step, total_steps=args.total_steps,
-        max_tokens_per_gpu=args.max_tokens_per_gpu or 1, samplers=args.samplers,
+        max_tokens_per_gpu=args.max_tokens_per_gpu or 1,
+        samplers=args.samplers,
     )
-    losses.check_clip(args.clip_low, args.clip_high, args.clip_dual)
-    losses.check_group(args.samples_per_prompt)
+    rules.check_clip(args.clip_low, args.clip_high, args.clip_dual)
+    rules.check_group(args.samples_per_prompt)
+
+
+if __name__ == "__main__":
+    check_command(Args, check, __doc__)  # a mistyped command ends here, before the slow imports
+
+import torch
+from torch import Tensor
+from torch.distributed.elastic.multiprocessing import errors
+
+from common import losses
+from common.correction import importance_weights, reject_and_weight
+from common.engine.remote import Bridge, receive_weights
+from common.metrics import Meter, spread
+from common.parallel.ranks import SAMPLERS, all_max
+from common.rollouts.scoring import RemoteRollout, RolloutSource, responses_to_state, start_rollout
+from common.run import Run
+from common.segments import group_mean, group_std
 
 
 def group_advantages(rewards: Tensor, group: Tensor, norm_by_std: bool) -> Tensor:
@@ -151,6 +154,8 @@ def wait(run: Run, step: int, rollouts: list[RemoteRollout]) -> None:
 @errors.record  # torchrun prints a failed rank's traceback last
 def main(args: Args) -> None:
     check(args)
+    if args.reward_model.path and not args.rollout.gpu_memory_utilization and torch.cuda.is_available():
+        raise ValueError("--reward-model.path needs --rollout.gpu-memory-utilization, as its memory is not planned")
     os.environ[SAMPLERS] = str(args.samplers)
     correction = resolve_correction(args.correction)
     P, G = args.prompts_per_step, args.samples_per_prompt

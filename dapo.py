@@ -11,23 +11,11 @@ equal are replaced by new ones (dynamic sampling); responses near the longest le
         --train-data data/dapo_math/train.parquet --val-data data/dapo_math/test.parquet --run-dir runs/dapo
 """
 
-from tools.command_line import run_script  # isort: skip  (mistyped commands end here, before torch is imported)
-
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-from torch import Tensor
-from torch.distributed.elastic.multiprocessing import errors
-
-from common import losses
-from common.correction import importance_weights, reject_and_weight, resolve_correction
-from common.engine.make import check_sizes
-from common.metrics import spread
-from common.rollouts.scoring import responses_from_state, responses_to_state
-from common.run import Run, RunArgs
-from common.segments import group_mean, group_std, is_constant
-from rewards.format import soft_overlong
+from common.flags import RunArgs, resolve_correction, rules
+from tools.command_line import check_command, run_script
 
 
 @dataclass
@@ -55,7 +43,7 @@ class Args(RunArgs):
     """Upper clip: the ratio counts up to 1 + clip_high."""
     clip_dual: float = 3.0
     """Where the advantage is negative, the loss is at most -A * clip_dual (arXiv 1912.09729). 1e9: no limit."""
-    aggregation: losses.Aggregation = "token-mean"
+    aggregation: rules.Aggregation = "token-mean"
     """From token losses to one number, over the global mini-batch."""
     max_gen_batches: int = 10
     """Dynamic sampling: the most rollouts of prompts_per_step prompts in one step. 1: train on what the first gives."""
@@ -82,14 +70,14 @@ class Args(RunArgs):
 
 def check(args: Args) -> None:
     """Refuse flags that cannot work, before anything heavy."""
-    check_sizes(
+    rules.check_sizes(
         args.rollout.tp, args.prompts_per_step, args.samples_per_prompt, args.minibatches_per_step,
         epochs_per_step=args.epochs_per_step, total_steps=args.total_steps,
         max_tokens_per_gpu=args.max_tokens_per_gpu or 1,
         max_gen_batches=args.max_gen_batches,
     )
-    losses.check_clip(args.clip_low, args.clip_high, args.clip_dual)
-    losses.check_group(args.samples_per_prompt)
+    rules.check_clip(args.clip_low, args.clip_high, args.clip_dual)
+    rules.check_group(args.samples_per_prompt)
     if not 0 <= args.overlong_buffer <= args.rollout.max_response_length:
         raise ValueError(
             f"--overlong-buffer {args.overlong_buffer} must be from 0 to --rollout.max-response-length "
@@ -98,6 +86,22 @@ def check(args: Args) -> None:
     if args.keep_surplus and args.policy.router_replay == "rollout":
         raise ValueError("--keep-surplus with --policy.router-replay rollout: checkpoints do not hold the experts that "
                          "the engine chose; set it to old-logp")
+
+
+if __name__ == "__main__":
+    check_command(Args, check, __doc__)  # a mistyped command ends here, before the slow imports
+
+import torch
+from torch import Tensor
+from torch.distributed.elastic.multiprocessing import errors
+
+from common import losses
+from common.correction import importance_weights, reject_and_weight
+from common.metrics import spread
+from common.rollouts.scoring import responses_from_state, responses_to_state
+from common.run import Run
+from common.segments import group_mean, group_std, is_constant
+from rewards.format import soft_overlong
 
 
 def group_advantages(rewards: Tensor, group: Tensor, norm_by_std: bool) -> Tensor:

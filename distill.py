@@ -16,27 +16,13 @@ already (--answers-per-step). Several teachers share the rows by data_source.
         --train-data data/gsm8k/train.parquet --val-data data/gsm8k/test.parquet
 """
 
-from tools.command_line import run_script  # isort: skip  (mistyped commands end here, before torch is imported)
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
-from torch.distributed.elastic.multiprocessing import errors
-
-from common import losses
-from common.batch import Batch
-from common.correction import importance_weights, reject_and_weight, resolve_correction
-from common.engine.make import check_sizes
-from common.kernels import Head, linear_divergence
-from common.metrics import spread
-from common.rollout import Rollout
-from common.rollouts.answers import answers_of
-from common.run import Run, RunArgs
-from common.segments import group_mean
+from common.flags import RunArgs, resolve_correction, rules
+from tools.command_line import check_command, run_script
 
 
 @dataclass
@@ -80,7 +66,7 @@ class Args(RunArgs):
 
 def check(args: Args) -> dict[str, str]:
     """Refuse flags that cannot work, before anything heavy. Returns the teachers: data_source ("": all) -> path."""
-    check_sizes(
+    rules.check_sizes(
         args.rollout.tp, args.prompts_per_step, args.samples_per_prompt, args.minibatches_per_step,
         epochs_per_step=args.epochs_per_step, total_steps=args.total_steps,
         max_tokens_per_gpu=args.max_tokens_per_gpu or 1,
@@ -88,7 +74,7 @@ def check(args: Args) -> dict[str, str]:
     least_samples = 1
     if args.reward_coef:                            # an advantage is relative to the others of the group
         least_samples = 2
-    losses.check_group(args.samples_per_prompt, least_samples)
+    rules.check_group(args.samples_per_prompt, least_samples)
     paths = {}
     for text in args.teacher:
         source, _, path = text.rpartition("=")
@@ -105,6 +91,24 @@ def check(args: Args) -> dict[str, str]:
         raise ValueError(f"--beta {args.beta} must be in (0, 1), --top-k {args.top_k}, --answers-per-step "
                          f"{args.answers_per_step} and --reward-coef {args.reward_coef} at least 0")
     return paths
+
+
+if __name__ == "__main__":
+    check_command(Args, check, __doc__)  # a mistyped command ends here, before the slow imports
+
+import torch
+from torch import Tensor
+from torch.distributed.elastic.multiprocessing import errors
+
+from common import losses
+from common.batch import Batch
+from common.correction import importance_weights, reject_and_weight
+from common.kernels import Head, linear_divergence
+from common.metrics import spread
+from common.rollout import Rollout
+from common.rollouts.answers import answers_of
+from common.run import Run
+from common.segments import group_mean
 
 
 def reverse_kl(logp: Tensor, logq: Tensor, beta: float) -> Tensor:

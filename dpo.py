@@ -12,38 +12,14 @@ loss is the sum of these numbers times log p(y). The reference is scored once, b
         --train-data data/pairs/train.parquet --val-data data/pairs/test.parquet --run-dir runs/dpo
 """
 
-from tools.command_line import run_script  # isort: skip  (mistyped commands end here, before torch is imported)
-
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
-from torch.distributed.elastic.multiprocessing import errors
-from torch.nn.functional import logsigmoid
-
-from common.batch import Batch
-from common.dataset.conversations import (
-    ConversationConfig,
-    ConversationSet,
-    Piece,
-    RowParser,
-    check_supervised,
-    load_conversations,
-    parse_pair,
-    pieces_of,
-)
-from common.engine.make import stop_tokens
-from common.metrics import preference_metrics
-from common.model.lora import Reference
-from common.model.policy import Policy
-from common.optim import OptimConfig
-from common.parallel.ranks import all_max
-from common.prompts import PromptSampler
-from common.rollout import Minibatch, sum_per_response
-from common.rollouts.validation import spread_rows
-from common.training import TrainArgs, Training
+from common.flags import TrainArgs, rules
+from common.flags.data import ConversationConfig
+from common.flags.model import OptimConfig
+from tools.command_line import check_command, run_script
 
 
 @dataclass
@@ -87,7 +63,36 @@ def check(args: Args) -> None:
         raise ValueError(f"--beta {args.beta} must be above 0")
     if not 0 <= args.label_smoothing < 0.5 or (args.label_smoothing and args.loss != "dpo"):
         raise ValueError(f"--label-smoothing {args.label_smoothing} must be in [0, 0.5), and 0 for --loss {args.loss}")
-    check_supervised(args)
+    rules.check_supervised(args)
+
+
+if __name__ == "__main__":
+    check_command(Args, check, __doc__)  # a mistyped command ends here, before the slow imports
+
+import torch
+from torch import Tensor
+from torch.distributed.elastic.multiprocessing import errors
+from torch.nn.functional import logsigmoid
+
+from common.batch import Batch
+from common.dataset.conversations import (
+    ConversationSet,
+    Piece,
+    RowParser,
+    check_length,
+    load_conversations,
+    parse_pair,
+    pieces_of,
+)
+from common.engine.make import stop_tokens
+from common.metrics import preference_metrics
+from common.model.lora import Reference
+from common.model.policy import Policy
+from common.parallel.ranks import all_max
+from common.prompts import PromptSampler
+from common.rollout import Minibatch, sum_per_response
+from common.rollouts.validation import spread_rows
+from common.training import Training
 
 
 def parse(row: dict[str, Any], tokenizer: Any, template: dict[str, Any] | None) -> list[list[Piece]]:
@@ -150,6 +155,7 @@ def validate(args: Args, run: Training, policy: Policy, rows: list[int], ref_log
 @errors.record  # torchrun prints a failed rank's traceback last
 def main(args: Args) -> None:
     check(args)
+    check_length(args)
     with Training(args) as run:
         columns = {
             "prompt": args.data.prompt_column, "chosen": args.data.chosen_column, "rejected": args.data.rejected_column,

@@ -9,35 +9,17 @@ where it was when the same command runs again. --compare OTHER pairs it with ano
         --val-data data/gsm8k/test.parquet --eval-n 8 --run-dir runs/evaluate
 """
 
-from tools.command_line import run_script  # isort: skip  (mistyped commands end here, before torch is imported)
-
 import time
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing import errors
-
-from common.checkpoint.run_folder import open_run_folder
-from common.dataset.store import load_prompts
-from common.engine.base import EngineSetup, RolloutConfig, validation_sampling
-from common.engine.make import changed_flags, check_rollout, make_engine, stop_tokens
-from common.flags.effect import check_effect
-from common.metrics import Meter
-from common.model.loading import Weights, load_policy, read_config, read_tokenizer
-from common.model.policy import ModelConfig, Policy
-from common.model.reward_model import RewardModel, RewardModelConfig, check_reward_model
-from common.parallel import ranks
-from common.parallel.ranks import all_gather_objects, on_main, print_on_main
-from common.prompts import DataConfig
-from common.rollouts.episodes import start_episodes
-from common.rollouts.record import row_of, write_rows
-from common.rollouts.scoring import RolloutRequest, RolloutSource, Scoring, start_rollout
-from common.rollouts.validation import spread_rows
-from envs.runtime.template import Clock
+from common.flags.data import DataConfig
+from common.flags.model import ModelConfig, RewardModelConfig
+from common.flags.rollout import RolloutConfig, changed_flags
 from rewards.runtime.pool import RewardConfig
-from tools import evaluation, model_source
+from tools.command_line import check_command, run_script
 
 
 @dataclass
@@ -78,8 +60,30 @@ def check(args: Args) -> None:
     if found := changed_flags(args.rollout, "temperature", "top_p", "top_k", "in_flight", "max_staleness", "drop"):
         raise ValueError(f"{' and '.join(found)} is of training: evaluation has --eval-temperature, "
                          f"--rollout.val-top-p and --rollout.val-top-k")
-    if args.compare:
-        evaluation.read_answers(Path(args.compare))
+
+
+if __name__ == "__main__":
+    check_command(Args, check, __doc__)  # a mistyped command ends here, before the slow imports
+
+from torch.distributed.elastic.multiprocessing import errors
+
+from common.checkpoint.run_folder import open_run_folder
+from common.dataset.store import load_prompts
+from common.engine.base import EngineSetup, validation_sampling
+from common.engine.make import check_rollout, make_engine, stop_tokens
+from common.flags.effect import check_effect
+from common.metrics import Meter
+from common.model.loading import Weights, load_policy, read_config, read_tokenizer
+from common.model.policy import Policy
+from common.model.reward_model import RewardModel, check_reward_model
+from common.parallel import ranks
+from common.parallel.ranks import all_gather_objects, on_main, print_on_main
+from common.rollouts.episodes import start_episodes
+from common.rollouts.record import row_of, write_rows
+from common.rollouts.scoring import RolloutRequest, RolloutSource, Scoring, start_rollout
+from common.rollouts.validation import spread_rows
+from envs.runtime.template import Clock
+from tools import evaluation, model_source
 
 
 def evaluate_chunk(args: Args, source: RolloutSource, policy: Policy, rows: list[int], first: int) -> None:
@@ -106,6 +110,8 @@ def evaluate_chunk(args: Args, source: RolloutSource, policy: Policy, rows: list
 @errors.record  # torchrun prints a failed rank's traceback last
 def main(args: Args) -> None:
     check(args)
+    if args.compare:
+        evaluation.read_answers(Path(args.compare))  # refuses what is no evaluation
     sizes = args.policy.replicas, args.policy.sequence_parallel, args.policy.expert_parallel
     world = ranks.init(0.0, *sizes)                 # without a time limit: ranks may wait long for the slowest chunk
     for line in check_effect(args, world.device.type):

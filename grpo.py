@@ -10,21 +10,11 @@ For every prompt sample a group of G responses, score them, and give each its re
         --train-data data/gsm8k/train.parquet --val-data data/gsm8k/test.parquet
 """
 
-from tools.command_line import run_script  # isort: skip  (mistyped commands end here, before torch is imported)
-
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-from torch import Tensor
-from torch.distributed.elastic.multiprocessing import errors
-
-from common import losses
-from common.correction import importance_weights, reject_and_weight, resolve_correction
-from common.engine.make import check_sizes
-from common.metrics import spread
-from common.run import Run, RunArgs
-from common.segments import group_mean, group_std
+from common.flags import RunArgs, resolve_correction, rules
+from tools.command_line import check_command, run_script
 
 
 @dataclass
@@ -64,13 +54,27 @@ class Args(RunArgs):
 
 def check(args: Args) -> None:
     """Refuse flags that cannot work, before anything heavy."""
-    check_sizes(
+    rules.check_sizes(
         args.rollout.tp, args.prompts_per_step, args.samples_per_prompt, args.minibatches_per_step,
         epochs_per_step=args.epochs_per_step, total_steps=args.total_steps,
         max_tokens_per_gpu=args.max_tokens_per_gpu or 1,
     )
-    losses.check_clip(args.clip_low, args.clip_high, args.clip_dual)
-    losses.check_group(args.samples_per_prompt)
+    rules.check_clip(args.clip_low, args.clip_high, args.clip_dual)
+    rules.check_group(args.samples_per_prompt)
+
+
+if __name__ == "__main__":
+    check_command(Args, check, __doc__)  # a mistyped command ends here, before the slow imports
+
+import torch
+from torch import Tensor
+from torch.distributed.elastic.multiprocessing import errors
+
+from common import losses
+from common.correction import importance_weights, reject_and_weight
+from common.metrics import spread
+from common.run import Run
+from common.segments import group_mean, group_std
 
 
 def group_advantages(rewards: Tensor, group: Tensor, norm_by_std: bool) -> Tensor:

@@ -10,29 +10,14 @@ stands in the file. variants/losses.py has the losses, their papers and their de
         --train-data data/gsm8k/train.parquet --val-data data/gsm8k/test.parquet
 """
 
-from tools.command_line import run_script  # isort: skip  (mistyped commands end here, before torch is imported)
-
 import math
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal
 
-import torch
-from torch import Tensor
-from torch.distributed.elastic.multiprocessing import errors
-
-from common import losses
-from common.batch import Batch
-from common.correction import importance_weights, reject_and_weight, resolve_correction
-from common.engine.make import check_sizes
-from common.episodes.turns import check_turns, to_units
-from common.metrics import spread
-from common.parallel.ranks import all_gather_objects
-from common.rollout import Rollout, scatter_fields, sum_per_response
-from common.run import Run, RunArgs
-from common.segments import group_lead, group_mean, group_std, whiten
-from variants.losses import LOSSES, LossSettings, PolicyLoss
-from variants.selection import SELECTED, select
+from common.flags import RunArgs, resolve_correction, rules
+from tools.command_line import check_command, run_script
+from variants.settings import LOSSES, LossSettings, PolicyLoss
 
 
 @dataclass
@@ -66,7 +51,7 @@ class Args(RunArgs):
     dapo and dr_grpo, as in verl (their papers have no such limit)."""
     loss_numbers: dict[str, float] = field(default_factory=dict)
     """Further numbers of the loss, NAME VALUE ..., such as tau_neg 1.05 of sapo. Default: the loss's paper."""
-    aggregation: losses.Aggregation | None = None
+    aggregation: rules.Aggregation | None = None
     """From token losses to one number, over the global mini-batch. Default: the loss's paper, but token-mean for
     grpo, as in grpo.py."""
     advantage: Literal["group", "passk", "gdpo"] = "group"
@@ -101,13 +86,13 @@ class Args(RunArgs):
 
 def check(args: Args) -> LossSettings:
     """Refuse flags that cannot work, before anything heavy. Returns the loss with its bounds and its aggregation."""
-    check_sizes(
+    rules.check_sizes(
         args.rollout.tp, args.prompts_per_step, args.samples_per_prompt, args.minibatches_per_step,
         epochs_per_step=args.epochs_per_step, total_steps=args.total_steps,
         max_tokens_per_gpu=args.max_tokens_per_gpu or 1,
     )
-    losses.check_group(args.samples_per_prompt)
-    check_turns(args.rollout, args.advantage_per_step, args.advantage_per_role)
+    rules.check_group(args.samples_per_prompt)
+    rules.check_turns(args.rollout, args.advantage_per_step, args.advantage_per_role)
     if bool(args.reward_components) != (args.advantage == "gdpo"):
         raise ValueError(f"--reward-components {args.reward_components} go with --advantage gdpo, which needs them")
     has_units = args.advantage_per_step or args.advantage_per_role
@@ -145,8 +130,27 @@ def resolve_loss(args: Args) -> LossSettings:
     dual = settings.clip_dual
     if dual is None:
         dual = math.inf
-    losses.check_clip(low, high, dual)
+    rules.check_clip(low, high, dual)
     return settings
+
+
+if __name__ == "__main__":
+    check_command(Args, check, __doc__)  # a mistyped command ends here, before the slow imports
+
+import torch
+from torch import Tensor
+from torch.distributed.elastic.multiprocessing import errors
+
+from common import losses
+from common.batch import Batch
+from common.correction import importance_weights, reject_and_weight
+from common.episodes.turns import to_units
+from common.metrics import spread
+from common.parallel.ranks import all_gather_objects
+from common.rollout import Rollout, scatter_fields, sum_per_response
+from common.run import Run
+from common.segments import group_lead, group_mean, group_std, whiten
+from variants.selection import SELECTED, select
 
 
 def group_advantages(rewards: Tensor, group: Tensor, norm_by_std: bool) -> Tensor:

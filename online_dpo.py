@@ -12,25 +12,12 @@ advantage, with the sign turned, in the clipped loss of grpo.py. r(y) = log p(y)
         --train-data data/gsm8k/train.parquet --val-data data/gsm8k/test.parquet
 """
 
-from tools.command_line import run_script  # isort: skip  (mistyped commands end here, before torch is imported)
-
 from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
 
-import torch
-from torch import Tensor
-from torch.distributed.elastic.multiprocessing import errors
-
-from common import losses
-from common.batch import Batch
-from common.correction import importance_weights, reject_and_weight, resolve_correction
-from common.engine.make import check_sizes
-from common.metrics import preference_metrics, spread
-from common.rollout import scatter_fields, sum_per_response
-from common.rollouts.answers import add_answers
-from common.run import Run, RunArgs
-from common.segments import best_and_worst, group_log_mean_exp, group_win_rate
+from common.flags import RunArgs, resolve_correction, rules
+from tools.command_line import check_command, run_script
 
 
 @dataclass
@@ -66,7 +53,7 @@ class Args(RunArgs):
     """Upper clip: the ratio counts up to 1 + clip_high."""
     clip_dual: float = 3.0
     """Where the advantage is negative, the loss is at most -A * clip_dual (arXiv 1912.09729). 1e9: no limit."""
-    aggregation: losses.Aggregation = "seq-mean-token-sum"
+    aggregation: rules.Aggregation = "seq-mean-token-sum"
     """From token losses to one number, over the global mini-batch."""
     kl_loss_coef: float = 0.0
     """Factor of KL(policy || reference) in the loss. 0: the loss needs no reference model."""
@@ -78,20 +65,37 @@ class Args(RunArgs):
 
 def check(args: Args) -> None:
     """Refuse flags that cannot work, before anything heavy."""
-    check_sizes(
+    rules.check_sizes(
         args.rollout.tp, args.prompts_per_step, args.samples_per_prompt, args.minibatches_per_step,
         epochs_per_step=args.epochs_per_step, total_steps=args.total_steps,
         max_tokens_per_gpu=args.max_tokens_per_gpu or 1,
     )
-    losses.check_clip(args.clip_low, args.clip_high, args.clip_dual)
-    losses.check_group(args.samples_per_prompt)
+    rules.check_clip(args.clip_low, args.clip_high, args.clip_dual)
+    rules.check_group(args.samples_per_prompt)
     if args.beta <= 0 or args.refresh_reference_every < 0 or (args.lora.rank and args.refresh_reference_every):
         raise ValueError(f"--beta {args.beta} must be above 0, --refresh-reference-every "
                          f"{args.refresh_reference_every} at least 0 (0 with --lora.rank: its reference is fixed)")
-    if args.answer_key and args.loss not in OF_PAIRS:
+    if args.answer_key and args.loss not in ("dpo", "ipo"):
         raise ValueError(f"--answer-key {args.answer_key} is for losses of pairs: --loss dpo or ipo")
     if resolve_correction(args.correction).bypass:
         raise ValueError("--correction.bypass: pairs need the old policy's log-prob of every response")
+
+
+if __name__ == "__main__":
+    check_command(Args, check, __doc__)  # a mistyped command ends here, before the slow imports
+
+import torch
+from torch import Tensor
+from torch.distributed.elastic.multiprocessing import errors
+
+from common import losses
+from common.batch import Batch
+from common.correction import importance_weights, reject_and_weight
+from common.metrics import preference_metrics, spread
+from common.rollout import scatter_fields, sum_per_response
+from common.rollouts.answers import add_answers
+from common.run import Run
+from common.segments import best_and_worst, group_log_mean_exp, group_win_rate
 
 
 def dpo_loss(log_ratio: Tensor, beta: float, rewards: Tensor, group: Tensor) -> Tensor:

@@ -14,28 +14,14 @@ rewards r_t (the score on the last token, minus kl_reward_coef KL(p_old || p_ref
         --train-data data/gsm8k/train.parquet --val-data data/gsm8k/test.parquet
 """
 
-from tools.command_line import run_script  # isort: skip  (mistyped commands end here, before torch is imported)
-
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Literal
 
-import torch
-from torch import Tensor
-from torch.distributed.elastic.multiprocessing import errors
-
-from common import losses
-from common.batch import Batch
-from common.correction import importance_weights, reject_and_weight, resolve_correction
-from common.engine.make import check_sizes
-from common.episodes.turns import check_turns, to_units
-from common.metrics import spread
-from common.model.loading import CAUSAL_LM, SCORED, read_config
-from common.optim import OptimConfig
-from common.rollout import scatter_fields
-from common.run import Run, RunArgs
-from common.segments import moments, whiten
+from common.flags import RunArgs, resolve_correction, rules
+from common.flags.model import OptimConfig
+from tools.command_line import check_command, run_script
 
 
 @dataclass
@@ -99,20 +85,35 @@ class Args(RunArgs):
 
 def check(args: Args) -> None:
     """Refuse flags that cannot work, before anything heavy."""
-    check_sizes(
+    rules.check_sizes(
         args.rollout.tp, args.prompts_per_step, args.samples_per_prompt, args.minibatches_per_step,
         epochs_per_step=args.epochs_per_step, total_steps=args.total_steps,
         max_tokens_per_gpu=args.max_tokens_per_gpu or 1,
     )
-    losses.check_clip(args.clip_low, args.clip_high, args.clip_dual)
-    check_turns(args.rollout, args.advantage_per_step)
-    for name in ("gamma", "lam"):
-        if not 0 <= getattr(args, name) <= 1:
-            raise ValueError(f"--{name} {getattr(args, name)} must be in [0, 1]")
+    rules.check_clip(args.clip_low, args.clip_high, args.clip_dual)
+    rules.check_turns(args.rollout, args.advantage_per_step)
+    rules.check_shares({"--gamma": args.gamma, "--lam": args.lam})
     for name in ("value_clip", "kl_target", "kl_horizon"):
         if getattr(args, name) <= 0:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be above 0")
-    read_config(args.critic_model or args.model, args.policy, "--critic-model", CAUSAL_LM + SCORED)
+
+
+if __name__ == "__main__":
+    check_command(Args, check, __doc__)  # a mistyped command ends here, before the slow imports
+
+import torch
+from torch import Tensor
+from torch.distributed.elastic.multiprocessing import errors
+
+from common import losses
+from common.batch import Batch
+from common.correction import importance_weights, reject_and_weight
+from common.episodes.turns import to_units
+from common.metrics import spread
+from common.model.loading import CAUSAL_LM, SCORED, read_config
+from common.rollout import scatter_fields
+from common.run import Run
+from common.segments import moments, whiten
 
 
 def clipped_loss(logp: Tensor, old_logp: Tensor, advantage: Tensor, args: Args) -> tuple[Tensor, dict[str, Tensor]]:
@@ -158,6 +159,7 @@ def main(args: Args) -> None:
     temperature = args.rollout.temperature
     reference_path = args.model if args.kl_loss_coef or args.kl_reward_coef else ""
     critic_path = args.critic_model or args.model
+    read_config(critic_path, args.policy, "--critic-model", CAUSAL_LM + SCORED)  # refuses what is no model
     with Run(args, P, correction) as run:
         if not 0 <= args.critic_warmup_steps < run.total_steps:
             raise ValueError(f"--critic-warmup-steps {args.critic_warmup_steps} must be from 0 to below the "

@@ -10,27 +10,13 @@ For every prompt sample G responses, score them, and subtract a baseline that do
         --train-data data/gsm8k/train.parquet --val-data data/gsm8k/test.parquet
 """
 
-from tools.command_line import run_script  # isort: skip  (mistyped commands end here, before torch is imported)
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from typing import Literal, NamedTuple
 
-import torch
-from torch import Tensor
-from torch.distributed.elastic.multiprocessing import errors
-
-from common import losses
-from common.batch import Batch
-from common.correction import importance_weights, reject_and_weight, resolve_correction
-from common.engine.base import validation_sampling
-from common.engine.make import check_sizes
-from common.metrics import Meter, spread
-from common.rollout import Rollout, scatter_fields, sum_per_response
-from common.run import Run, RunArgs
-from common.segments import group_count, group_mean, is_constant, whiten
-from variants.optimal_baseline import optimal_token_baseline
+from common.flags import RunArgs, resolve_correction, rules
+from tools.command_line import check_command, run_script
 
 
 @dataclass
@@ -79,19 +65,36 @@ class Args(RunArgs):
 
 def check(args: Args) -> None:
     """Refuse flags that cannot work, before anything heavy."""
-    check_sizes(
+    rules.check_sizes(
         args.rollout.tp, args.prompts_per_step, args.samples_per_prompt, args.minibatches_per_step,
         epochs_per_step=args.epochs_per_step, total_steps=args.total_steps,
         max_tokens_per_gpu=args.max_tokens_per_gpu or 1,
     )
-    losses.check_clip(args.clip_low, args.clip_high, args.clip_dual)
-    losses.check_group(args.samples_per_prompt, BASELINES[args.baseline].least_samples)
-    if not 0 <= args.gamma <= 1:
-        raise ValueError(f"--gamma {args.gamma} must be in [0, 1]")
+    rules.check_clip(args.clip_low, args.clip_high, args.clip_dual)
+    rules.check_group(args.samples_per_prompt, 1 if args.baseline in ("reinforce++", "remax") else 2)
+    rules.check_shares({"--gamma": args.gamma})
     if args.baseline == "otb" and resolve_correction(args.correction, args.loss, groups_after_rejection=True).bypass:
         raise ValueError("--baseline otb needs the old policy's probabilities: leave out --correction.bypass")
     if args.baseline == "remax" and args.rollout.in_flight > 1:
         raise ValueError(f"--rollout.in-flight {args.rollout.in_flight:g}: --baseline remax needs all of one policy")
+
+
+if __name__ == "__main__":
+    check_command(Args, check, __doc__)  # a mistyped command ends here, before the slow imports
+
+import torch
+from torch import Tensor
+from torch.distributed.elastic.multiprocessing import errors
+
+from common import losses
+from common.batch import Batch
+from common.correction import importance_weights, reject_and_weight
+from common.engine.base import validation_sampling
+from common.metrics import Meter, spread
+from common.rollout import Rollout, scatter_fields, sum_per_response
+from common.run import Run
+from common.segments import group_count, group_mean, is_constant, whiten
+from variants.optimal_baseline import optimal_token_baseline
 
 
 def leave_one_out(rewards: Tensor, group: Tensor, lengths: Tensor, greedy: Tensor) -> Tensor:
@@ -133,7 +136,6 @@ class Baseline(NamedTuple):
     advantages [S]; NaN: no reward."""
 
     function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-    least_samples: int = 2
     per_token: bool = False  # the return-to-go of each token, not one number a response
     optimal: bool = False  # minus the optimal token baseline
     whiten: bool = False  # over all tokens of the step
@@ -145,9 +147,9 @@ class Baseline(NamedTuple):
 
 BASELINES = {
     "rloo": Baseline(leave_one_out),
-    "reinforce++": Baseline(no_baseline, least_samples=1, per_token=True, whiten=True),
+    "reinforce++": Baseline(no_baseline, per_token=True, whiten=True),
     "reinforce++-baseline": Baseline(group_mean_baseline, whiten=True),
-    "remax": Baseline(greedy_baseline, least_samples=1, per_token=True, greedy=True),
+    "remax": Baseline(greedy_baseline, per_token=True, greedy=True),
     "opo": Baseline(length_weighted_baseline),
     "gpg": Baseline(scaled_baseline),
     "otb": Baseline(no_baseline, per_token=True, optimal=True),

@@ -13,37 +13,15 @@ classifier for --reward-model.path and ppo.py --critic-model.
         --train-data data/pairs/train.parquet --val-data data/pairs/test.parquet --run-dir runs/rm
 """
 
-from tools.command_line import run_script  # isort: skip  (mistyped commands end here, before torch is imported)
-
 import math
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.distributed.elastic.multiprocessing import errors
-from torch.nn.functional import logsigmoid
-
-from common.batch import Batch
-from common.dataset.conversations import (
-    ConversationConfig,
-    Piece,
-    RowParser,
-    check_supervised,
-    load_conversations,
-    parse_pair,
-)
-from common.engine.make import stop_tokens
-from common.metrics import preference_metrics
-from common.model.scorer import Scorer, load_scorer
-from common.optim import OptimConfig
-from common.parallel.ranks import all_max
-from common.rollout import Minibatch, sum_per_response
-from common.rollouts.validation import spread_rows
-from common.training import TrainArgs, Training
-from envs.runtime.template import rendered
-from tools.evaluation import calibration
+from common.flags import TrainArgs, rules
+from common.flags.data import ConversationConfig
+from common.flags.model import OptimConfig
+from tools.command_line import check_command, run_script
 
 
 @dataclass
@@ -90,7 +68,34 @@ def check(args: Args) -> None:
         raise ValueError("what reads the model renders whole conversations with its own chat template: put the "
                          "template into the folder of --model, and leave out --data.template, "
                          "--data.chat-template-file, --data.chat-template-kwargs and --data.on-long-row")
-    check_supervised(args)
+    rules.check_supervised(args)
+
+
+if __name__ == "__main__":
+    check_command(Args, check, __doc__)  # a mistyped command ends here, before the slow imports
+
+import torch
+from torch import Tensor
+from torch.distributed.elastic.multiprocessing import errors
+from torch.nn.functional import logsigmoid
+
+from common.batch import Batch
+from common.dataset.conversations import (
+    Piece,
+    RowParser,
+    check_length,
+    load_conversations,
+    parse_pair,
+)
+from common.engine.make import stop_tokens
+from common.metrics import preference_metrics
+from common.model.scorer import Scorer, load_scorer
+from common.parallel.ranks import all_max
+from common.rollout import Minibatch, sum_per_response
+from common.rollouts.validation import spread_rows
+from common.training import Training
+from envs.runtime.template import rendered
+from tools.evaluation import calibration
 
 
 def parse(row: dict[str, Any], tokenizer: Any, template: dict[str, Any] | None) -> list[list[Piece]]:
@@ -144,6 +149,7 @@ def validate(args: Args, run: Training, model: Scorer) -> dict[str, float] | Non
 @errors.record  # torchrun prints a failed rank's traceback last
 def main(args: Args) -> None:
     check(args)
+    check_length(args)
     with Training(args) as run:
         columns = {
             "prompt": args.data.prompt_column, "chosen": args.data.chosen_column, "rejected": args.data.rejected_column,

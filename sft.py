@@ -8,33 +8,15 @@ A row has `messages`, and every turn of the assistant is trained on; or `prompt`
         --train-data data/word_problems/solved/train.parquet --val-data data/word_problems/solved/test.parquet
 """
 
-from tools.command_line import run_script  # isort: skip  (mistyped commands end here, before torch is imported)
-
 import math
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing import errors
-
-from common import losses
-from common.dataset.conversations import (
-    ConversationConfig,
-    Piece,
-    RowParser,
-    check_supervised,
-    check_turns,
-    load_conversations,
-    pieces_of,
-)
-from common.dataset.messages import parse_messages
-from common.engine.make import stop_tokens
-from common.metrics import Meter
-from common.model.policy import Policy
-from common.optim import OptimConfig
-from common.parallel.ranks import all_max
-from common.rollouts.validation import spread_rows
-from common.training import TrainArgs, Training
+from common.flags import TrainArgs, rules
+from common.flags.data import ConversationConfig
+from common.flags.model import OptimConfig
+from tools.command_line import check_command, run_script
 
 
 @dataclass
@@ -61,6 +43,29 @@ class Args(TrainArgs):
 
     data: SFTConfig = field(default_factory=SFTConfig)
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
+
+
+if __name__ == "__main__":
+    check_command(Args, rules.check_supervised, __doc__)  # a mistyped command ends here, before the slow imports
+
+from torch.distributed.elastic.multiprocessing import errors
+
+from common import losses
+from common.dataset.conversations import (
+    Piece,
+    RowParser,
+    check_length,
+    check_turns,
+    load_conversations,
+    pieces_of,
+)
+from common.dataset.messages import parse_messages
+from common.engine.make import stop_tokens
+from common.metrics import Meter
+from common.model.policy import Policy
+from common.parallel.ranks import all_max
+from common.rollouts.validation import spread_rows
+from common.training import Training
 
 
 def parse(row: dict[str, Any], tokenizer: Any, template: dict[str, Any] | None) -> list[list[Piece]]:
@@ -101,7 +106,8 @@ def validate(args: Args, run: Training, policy: Policy) -> dict[str, float] | No
 
 @errors.record  # torchrun prints a failed rank's traceback last
 def main(args: Args) -> None:
-    check_supervised(args)
+    rules.check_supervised(args)
+    check_length(args)
     with Training(args) as run:
         columns = {
             "messages": args.data.messages_column, "prompt": args.data.prompt_column,

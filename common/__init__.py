@@ -20,7 +20,7 @@ tests/scripts/test_style.py holds it. From the top: the scripts stand on run, an
 episodes, tracking and checkpoint, which follow a step from sampling to disk; then the engine, and the dataset. Next
 comes what a step is made of: losses, correction, rollout, and optim. Then memory, the model, its forward pass and the
 kernels that it calls. At the bottom is what knows no model: packing, prompts, metrics, segments, parallel, batch,
-layout, presets, source, flags, each above the next.
+layout, source, flags, each above the next.
 
 Words, each with one meaning:
 
@@ -37,6 +37,7 @@ Words, each with one meaning:
     step > epoch > mini-batch (one optimizer step) > micro-batch (one forward and backward pass)
     rollout              phase 1 of a step; `Rollout` holds its responses; --rollout.* are the flags of the phase
 
-A module that has flags owns a dataclass beside the code it configures (`RolloutConfig`, `OptimConfig`, ...), and
-`TrainArgs` and `RunArgs` nest them. vLLM is imported inside functions only: any machine can import every module.
+The dataclasses of flags (`RolloutConfig`, `OptimConfig`, ..., and `TrainArgs` and `RunArgs`, which nest them) and what
+is refused of them without a model are in flags/, which imports neither torch nor transformers: a mistyped command ends
+before those are imported. vLLM is imported inside functions only: any machine can import every module.
 """

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from common.batch import Batch
+from common.flags.correction import CorrectionConfig
+from common.flags.correction import resolve_correction as resolve_correction
 from common.metrics import Meter
 from common.parallel.ranks import all_sum
-from common.presets.correction import CorrectionConfig
-from common.presets.correction import resolve_correction as resolve_correction
 from common.segments import expand, has_any, segment_cumsum, segment_mean, segment_sum
 
 

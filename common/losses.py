@@ -6,17 +6,18 @@ in the script that has the paper's name; published variants are in variants/loss
 """
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from common.batch import Batch
+from common.flags.rules import Aggregation
+from common.flags.rules import check_clip as check_clip
+from common.flags.rules import check_group as check_group
 from common.parallel.ranks import all_sum
 from common.rollout import Minibatch
 from common.segments import expand, has_any, moments, segment_cumsum, segment_mean, segment_sum
-
-Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 
 
 def token_weights(minibatch: Minibatch, aggregation: str, masks: Sequence[Tensor] | None = None, *,
@@ -80,23 +81,6 @@ def clip_stats(advantage: Tensor, is_clipped: Tensor, is_capped: Tensor) -> dict
         "actor/pg_clipfrac_low": is_clipped & (advantage < 0),
         "actor/pg_clipfrac_lower": is_capped,
     }
-
-
-def check_clip(low: float, high: float, dual: float) -> None:
-    """Refuse bounds of a clipped loss that cannot be meant."""
-    if not 0 <= low <= 1:
-        raise ValueError(f"--clip-low {low} must be in [0, 1]")
-    if high < (low if low < 1 else 0):
-        raise ValueError(f"--clip-high {high} must be at least --clip-low {low} (or 0, if that is 1: no lower bound)")
-    if dual <= 1:
-        raise ValueError(f"--clip-dual {dual} must be above 1")
-
-
-def check_group(samples_per_prompt: int, least: int = 2) -> None:
-    """Refuse a group that is too small for its baseline."""
-    if samples_per_prompt < least:
-        raise ValueError(f"--samples-per-prompt {samples_per_prompt} must be at least {least}: a group of one has no "
-                         f"baseline")
 
 
 # --------------------------------------------------------------------------- rewards on tokens, KL, value loss, GAE

@@ -1,11 +1,11 @@
-"""The learning rate of a step, and an optimizer step over the shards that skips broken gradients. AdamW and its
-flags are in common/model/optimizers.py."""
+"""The learning rate of a step, and an optimizer step over the shards that skips broken gradients. AdamW is
+in common/model/optimizers.py, and its flags are in common/flags/model.py."""
 
 import math
 
 import torch
 
-from common.model.optimizers import OptimConfig
+from common.flags.model import OptimConfig
 from common.model.policy import PackedModel
 from common.model.sharding import clip_gradients
 

@@ -6,42 +6,12 @@ share (`load_prompts`).
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-
-@dataclass
-class TemplateConfig:
-    on_bad_row: Literal["error", "skip"] = "error"
-    """A row that breaks a rule (wrong type, empty prompt, no ground truth): stop, or skip and count it."""
-    template: Literal["chat", "plain"] = "chat"
-    """plain: message contents joined by blank lines, without a chat template (base models)."""
-    chat_template_file: str = ""
-    """A Jinja file to use instead of the tokenizer's chat template. Needs --data.template chat."""
-    chat_template_kwargs: str = "{}"
-    """Further arguments of the chat template, as a JSON object, e.g. '{"enable_thinking": false}'. Needs
-    --data.template chat."""
-
-
-@dataclass
-class DataConfig(TemplateConfig):
-    max_prompt_length: int = 1024
-    """Longest prompt, in tokens, chat template included."""
-    on_long_prompt: Literal["filter", "error", "truncate-left"] = "filter"
-    """What to do with a longer prompt: leave it out, treat it as a bad row (error), or cut tokens from its start."""
-    prompt_column: str = "prompt"
-    """Column with the prompt: a list of {role, content}, or a string (one user message)."""
-    data_source_column: str = "data_source"
-    """Column with the name that selects the reward. Not with --data.data-source."""
-    reward_model_column: str = "reward_model"
-    """Column with {style, ground_truth}; the reward function gets ground_truth. Not with --data.ground-truth-column."""
-    ground_truth_column: str = ""
-    """Column whose value is the ground truth, for files without a reward_model column."""
-    data_source: str = ""
-    """Name that selects the reward of all rows, for files without a data_source column."""
-    extra_info_column: str = "extra_info"
-    """Column (may be absent) that the reward function gets, without keys whose value is null."""
+from common.flags.data import DataConfig as DataConfig
+from common.flags.data import TemplateConfig as TemplateConfig
 
 
 @dataclass

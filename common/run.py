@@ -6,7 +6,6 @@ nothing of what is optimised: the loop, its phases and every formula are in the 
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Self
@@ -14,16 +13,17 @@ from typing import Annotated, Self
 import torch
 from torch import Tensor
 
-from common.correction import CorrectionConfig
 from common.dataset.store import load_prompts
-from common.engine.base import Engine, EngineSetup, RolloutConfig, validation_sampling
+from common.engine.base import Engine, EngineSetup, validation_sampling
 from common.engine.make import check_rollout, make_engine, stop_tokens
-from common.memory.offload import Offload, OffloadConfig
+from common.flags.correction import CorrectionConfig
+from common.flags.rollout import RolloutConfig
+from common.flags.run import RunArgs
+from common.memory.offload import Offload
 from common.metrics import Meter
 from common.model.policy import PackedModel
-from common.model.reward_model import RewardModel, RewardModelConfig
+from common.model.reward_model import RewardModel
 from common.parallel.ranks import on_main, print_on_main, seed_of
-from common.prompts import DataConfig
 from common.rollout import Layout, Minibatch, Rollout, to_minibatches
 from common.rollouts.episodes import start_episodes
 from common.rollouts.in_flight import continue_rollout
@@ -32,30 +32,7 @@ from common.rollouts.scoring import PendingRollout, RemoteRollout, RolloutReques
 from common.rollouts.validation import evaluate, spread_rows
 from common.tracking.phase import Phase
 from common.tracking.step import rollout_metrics
-from common.training import BEGIN, START, TrainArgs, Training
-from rewards.runtime.pool import RewardConfig
-
-
-@dataclass
-class RunArgs(TrainArgs):
-    """Flags that every script has which samples from its policy."""
-
-    eval_n: int = 4
-    """Sampled responses per validation prompt (mean@N, best@N, maj@N), besides the greedy response; 0: greedy only.
-    Above 0 needs --val-data."""
-    eval_temperature: float = 1.0
-    """Sampling temperature of these responses. 0: all are greedy. Needs --val-data and --eval-n."""
-    run_zero_advantage: bool = False
-    """Run the responses with advantage 0 through the model, too. By default they are left out where no term of the
-    loss has a gradient on them: they count in the denominators, so the gradient is the same, but not in actor/
-    metrics."""
-
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    offload: OffloadConfig = field(default_factory=OffloadConfig)
-    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
-    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+from common.training import BEGIN, START, Training
 
 
 class Run(Training):

@@ -7,7 +7,6 @@ optimised. sft.py and dpo.py use it as it is; `Run` in run.py adds what a loop n
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -19,64 +18,30 @@ from transformers import PretrainedConfig, set_seed
 from common.checkpoint.choice import first_day
 from common.checkpoint.export import export, hf_files
 from common.checkpoint.files import write_manifest
-from common.checkpoint.manager import Checkpoints, SaveConfig
+from common.checkpoint.manager import Checkpoints
 from common.checkpoint.older_readers import left_out
 from common.checkpoint.own import check_run_folder
 from common.checkpoint.run_folder import FINISHED, finished, open_run_folder
 from common.checkpoint.signals import Watchdog
 from common.flags.effect import check_effect
+from common.flags.rules import check_at_least
+from common.flags.run import TrainArgs
 from common.flags.secrets import flags_of
 from common.memory.plan import MemoryPlan
 from common.metrics import Meter, Timer
 from common.model.flops import update_flops
 from common.model.held import Models
 from common.model.loading import read_config, read_tokenizer
-from common.model.lora import LoRAConfig
-from common.model.policy import ModelConfig, PackedModel
-from common.optim import OptimConfig
+from common.model.policy import PackedModel
 from common.parallel import ranks
 from common.prompts import PromptSampler
 from common.rollout import Minibatch
 from common.tracking.console import batch_line, kernels_line, step_line, summary, val_line
-from common.tracking.logger import LogConfig, Tracker
+from common.tracking.logger import Tracker
 from common.tracking.phase import Phase
 from common.tracking.start import check_best_metric, notes
 from common.tracking.step import peak_flops, step_metrics
 from envs.runtime.template import Clock
-
-
-@dataclass
-class TrainArgs:
-    """Flags that every script has."""
-
-    model: str
-    """Hugging Face folder or hub name of the policy."""
-    train_data: tuple[str, ...]
-    """Parquet or JSON-lines files, folders or globs with verl's columns."""
-    val_data: tuple[str, ...] = ()
-    """Validation files, in the same columns."""
-    run_dir: str = "runs/run"
-    """Folder for metrics, checkpoints and the trained model."""
-    seed: int = 0
-    """Random seed of the order of the data, sampling and mini-batches."""
-    total_steps: int = 100
-    """Training steps; where the policy is sampled from, rollout-and-update rounds."""
-    total_epochs: float = 0.0
-    """Passes over the training data. Above 0 they decide the number of steps, and --total-steps does not. A step counts
-    with the prompts of one rollout, also where dapo.py samples several: then there are more passes."""
-
-    eval_every: int = 10
-    """Steps between validations; also before the first and after the last step. 0: only these two. Above 0
-    needs --val-data."""
-    eval_prompts: int = 512
-    """Most validation prompts, spread evenly over the files; 0: all. Above 0 needs --val-data."""
-
-    policy: ModelConfig = field(default_factory=ModelConfig)
-    lora: LoRAConfig = field(default_factory=LoRAConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    save: SaveConfig = field(default_factory=SaveConfig)
-    log: LogConfig = field(default_factory=LogConfig)
-
 
 # the calls that make the attributes of a run, for the error of whoever reads one before
 BEGIN = "with Run(args, ...) as run: (with Training(args) as run: in scripts that do not sample)"
@@ -161,7 +126,7 @@ class Training(Models):
     def load_data(self, load: Callable[[Sequence[str]], Any], rows_per_step: int) -> None:
         """Read the training and validation files, each with `load(files)`, and say what is in them."""
         args = self.args
-        ranks.check_at_least(0, {"--total-epochs": args.total_epochs})
+        check_at_least(0, {"--total-epochs": args.total_epochs})
         self.train_set = load(args.train_data)
         self.total_steps = args.total_steps
         if args.total_epochs:

@@ -28,9 +28,10 @@ from typing import Any
 import tyro
 
 from common.dataset.store import PromptSet, load_prompts
-from common.engine.base import Engine, EngineSetup, SamplingConfig
+from common.engine.base import Engine, EngineSetup
 from common.engine.make import check_rollout, make_engine, stop_tokens
 from common.episodes.replies import seed_of_reply
+from common.flags.rollout import SamplingConfig
 from common.metrics import Meter
 from common.model.loading import Weights, load_policy, read_config, read_tokenizer
 from common.model.policy import Policy

@@ -134,9 +134,9 @@ class Doctor:
         import psutil
         import torch
 
+        from common.flags.run import RunArgs
         from common.memory.plan import GIB, MemoryPlan
         from common.model.loading import read_config
-        from common.run import RunArgs
 
         args = RunArgs(model=self.options.model, train_data=())
         plan = MemoryPlan(args, read_config(args.model, args.policy), self.world.size, longest=2048)
@@ -156,13 +156,14 @@ class Doctor:
         """Norms change their sign: all of the model changes, and the same again takes it back, bit by bit."""
         import torch
 
-        from common.engine.base import EngineSetup, Request, RolloutConfig, SamplingConfig
+        from common.engine.base import EngineSetup, Request
         from common.engine.make import check_rollout, make_engine, stop_tokens
+        from common.flags.rollout import RolloutConfig, SamplingConfig
+        from common.flags.run import RunArgs
         from common.memory.plan import MemoryPlan
         from common.model.loading import load_policy, read_config, read_tokenizer
         from common.parallel.ranks import all_sum
         from common.prompts import Prompt
-        from common.run import RunArgs
 
         config = RolloutConfig(engine=self.options.engine, max_response_length=GREEDY_TOKENS, max_num_seqs=8,
                                enforce_eager=True, kv_cache_gb=0.1)
@@ -202,7 +203,7 @@ class Doctor:
         return f"{config.engine}: greedy responses follow the weights; a sync takes {seconds:.2f} s"
 
     def log_probs(self) -> str:
-        from common.engine.base import RolloutConfig
+        from common.flags.rollout import RolloutConfig
 
         found, limit = self.metrics["sync/probe_prob_diff"], RolloutConfig().max_probe_diff
         return f"mean |p_engine - p_trainer| is {found:.4f}, at most {limit} is allowed, under 0.01 is healthy"

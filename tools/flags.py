@@ -7,7 +7,6 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,15 +17,6 @@ from common.flags.secrets import flags_of
 ROOT = Path(__file__).resolve().parent.parent
 OF_VERL = re.compile(r"\+{0,2}(data|algorithm|trainer|actor_rollout_ref|critic|reward_model|custom_reward_function)"
                      r"(\.\w+)+=")
-
-
-def run_script(main: Callable[[Any], None], flags: type, description: str) -> None:
-    """Read `flags`, a dataclass, from the command line and call `main`. A mistake in flags or files, or a full or
-    broken disk, is one line and exit code 2."""
-    try:
-        main(read_flags(flags, description))
-    except (ValueError, OSError) as error:
-        exit_with_error(error)
 
 
 def read_flags(flags: type, description: str) -> Any:
@@ -84,7 +74,7 @@ def without_nested(flags: type) -> type:
 def exit_with_error(error: Exception) -> None:
     """A mistake in flags or files that our own checks found, or a full or broken disk: its message and exit code 2.
     Others are re-raised."""
-    file = Path(traceback.extract_tb(error.__traceback__)[-1].filename)     # where it was raised
+    file = Path(traceback.extract_tb(error.__traceback__)[-1].filename).absolute()      # where it was raised
     is_ours = isinstance(error, ValueError) and file.is_relative_to(ROOT) and ".venv" not in file.parts
     is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     is_broken = isinstance(error, OSError) and error.errno in (errno.EIO, errno.EROFS, errno.ESTALE)

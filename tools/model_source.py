@@ -13,33 +13,18 @@ from torch import Tensor
 from common.checkpoint.export import hf_files, model_of, replace_hf
 from common.checkpoint.files import complete_checkpoints
 from common.checkpoint.own import MARK
+from common.flags.model import ModelConfig
 from common.model.loading import read_config, read_tokenizer
-from common.model.policy import ModelConfig
-from common.source.folder import check_folder, check_weights
+from common.source.folder import check_weights
 from common.source.stored import open_folder, weights_of
 from tools.checkpoints import export_checkpoint, merged_with_base
+from tools.model_name import ADAPTER
+from tools.model_name import resolve as resolve
 
-ADAPTER = "adapter_config.json"
 PREFIX = "base_model.model."
 NOT_MERGED = {"use_dora": False, "bias": "none", "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {},
               "fan_in_fan_out": False, "layer_replication": None}
 """Settings of peft that change more than W + scale B A -> the value that changes nothing."""
-
-
-def resolve(model: str) -> str:
-    """What --model names, without what may change: for a run folder, its newest checkpoint. Raises ValueError for a
-    folder that is none of a model, a checkpoint, a run or adapters."""
-    path = Path(model)
-    is_adapter = (path / ADAPTER).is_file() and not (path / "config.json").is_file()
-    if not path.is_dir() or is_adapter:
-        return model
-    if checkpoints := complete_checkpoints(path):
-        return str(checkpoints[-1])
-    if not (path / "config.json").is_file() or (path / "metrics.jsonl").is_file():
-        hint = f": name {path / 'model'}" if (path / "model/config.json").is_file() else ""
-        raise ValueError(f"--model {model} holds neither a model, a complete checkpoint nor adapters{hint}")
-    check_folder(model, "--model")
-    return model
 
 
 def write_model(source: str, out: Path, config: ModelConfig) -> str:

@@ -28,14 +28,15 @@ import tyro
 from transformers import AutoConfig
 
 from common.engine import make
-from common.engine.base import RolloutConfig
+from common.flags.model import ModelConfig
+from common.flags.rollout import RolloutConfig
+from common.flags.run import RunArgs
 from common.memory.plan import FREE_BLOCKS, GIB, IN_PASSES, MAX_TOKENS, MemoryPlan, Model
 from common.model import loading
 from common.model.flops import head_dims
 from common.model.loading import read_config
-from common.model.policy import ModelConfig
 from common.parallel.ranks import SAMPLERS, World
-from common.run import Run, RunArgs
+from common.run import Run
 from tools.flags import refuse_others_flags
 
 VISIBLE = 0.99

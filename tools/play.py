@@ -7,8 +7,6 @@ The model's tokens, on which a script would train, are green and have `|` before
 users and of tools are grey. The flags are those of training: --rollout.max-turns, --rollout.tool-parser, ...
 """
 
-from tools.command_line import run_script  # isort: skip  (mistyped commands end here, before torch is imported)
-
 import json
 import math
 import os
@@ -22,27 +20,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
-from transformers import PreTrainedTokenizerBase
 
-from common.dataset.store import PromptSet, load_prompts
-from common.engine.base import EngineSetup, RolloutConfig
-from common.engine.make import check_rollout, make_engine, stop_tokens
-from common.flags.effect import check_effect
-from common.metrics import Meter
-from common.model.loading import load_policy, read_config, read_tokenizer
-from common.model.policy import ModelConfig
-from common.model.reward_model import RewardModelConfig
-from common.parallel import ranks
-from common.prompts import DataConfig
-from common.rollout import Sample
-from common.rollouts.episodes import start_episodes
-from common.rollouts.scoring import RolloutRequest, RolloutSource, Scoring, start_rollout
-from envs.runtime.response import Response
+from common.flags.data import DataConfig
+from common.flags.model import ModelConfig
+from common.flags.rollout import RolloutConfig
 from rewards.runtime.pool import RewardConfig
-from tools.terminal import visible
-
-MAX_SHOWN = 6000  # characters of one stretch of tokens
-GREEN, GREY, BOLD, PLAIN = "\x1b[32m", "\x1b[90m", "\x1b[1m", "\x1b[0m"
+from tools.command_line import check_command, run_script
 
 
 @dataclass
@@ -68,6 +51,37 @@ class Args:
     reward: RewardConfig = field(default_factory=lambda: RewardConfig(num_workers=1, max_error_frac=1.0))
 
 
+def check(args: Args) -> None:
+    """Refuse flags that cannot work, before anything heavy."""
+    if args.rows < 0 or args.samples < 1:
+        raise ValueError(f"--rows {args.rows} must be at least 0, --samples {args.samples} at least 1")
+    if args.rollout.episode:
+        raise ValueError(f"--rollout.episode {args.rollout.episode}: the environment is the first argument here")
+
+
+if __name__ == "__main__":
+    check_command(Args, check, __doc__)  # a mistyped command ends here, before the slow imports
+
+from transformers import PreTrainedTokenizerBase
+
+from common.dataset.store import PromptSet, load_prompts
+from common.engine.base import EngineSetup
+from common.engine.make import check_rollout, make_engine, stop_tokens
+from common.flags.effect import check_effect
+from common.flags.model import RewardModelConfig
+from common.metrics import Meter
+from common.model.loading import load_policy, read_config, read_tokenizer
+from common.parallel import ranks
+from common.rollout import Sample
+from common.rollouts.episodes import start_episodes
+from common.rollouts.scoring import RolloutRequest, RolloutSource, Scoring, start_rollout
+from envs.runtime.response import Response
+from tools.terminal import visible
+
+MAX_SHOWN = 6000  # characters of one stretch of tokens
+GREEN, GREY, BOLD, PLAIN = "\x1b[32m", "\x1b[90m", "\x1b[1m", "\x1b[0m"
+
+
 def read_rows(args: Args, tokenizer: PreTrainedTokenizerBase) -> PromptSet:
     """The rows of --data, or one for each --prompt. Raises ValueError if there are neither, or both."""
     if bool(args.files) == bool(args.prompt):
@@ -84,10 +98,7 @@ def read_rows(args: Args, tokenizer: PreTrainedTokenizerBase) -> PromptSet:
 
 def play(args: Args) -> None:
     """Play the episodes and print them."""
-    if args.rows < 0 or args.samples < 1:
-        raise ValueError(f"--rows {args.rows} must be at least 0, --samples {args.samples} at least 1")
-    if args.rollout.episode:
-        raise ValueError(f"--rollout.episode {args.rollout.episode}: the environment is the first argument here")
+    check(args)
     config = replace(args.rollout, episode=args.episode)
     hf_config, tokenizer = read_config(args.model, args.policy), read_tokenizer(args.model, args.policy)
     data = read_rows(args, tokenizer)

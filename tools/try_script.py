@@ -239,7 +239,7 @@ def run_again(script: str, flags: list[str], run_dir: Path, name: str, more: lis
 
 def default_type(script: Path) -> str:
     """The compute dtype that a run has without a flag."""
-    from common.model.policy import ModelConfig
+    from common.flags.model import ModelConfig
 
     changed = re.search(r'ModelConfig\(.*compute_dtype="(\w+)"', script.read_text())
     return changed[1] if changed else ModelConfig().compute_dtype

@@ -5,13 +5,14 @@ never read, and a loss is 0 there. Statistics are per token, to be averaged over
 """
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from common.batch import Batch
 from common.segments import expand, segment_mean
+from variants.settings import LOSSES as LOSSES
+from variants.settings import LossSettings as LossSettings
+from variants.settings import PolicyLoss as PolicyLoss
 
 
 class Tokens:
@@ -150,45 +151,20 @@ def reinforce(tokens: Tokens, clip_low=None, clip_high=None):
     return -tokens.advantage * tokens.logp, _stats(tokens, tokens.log_ratio.exp())
 
 
-class LossSettings(NamedTuple):
-    """A loss, its clip bounds, aggregation and further numbers. A bound of None: the loss has no such bound."""
-
-    function: Callable[..., tuple[Tensor, dict[str, Tensor]]]
-    clip_low: float | None
-    clip_high: float | None
-    clip_dual: float | None
-    aggregation: str
-    numbers: dict[str, float] = {}                                  # noqa: RUF012
-    name: str = ""
-
-    @property
-    def bounds(self) -> dict[str, float]:
-        return {name: x for name, x in self._asdict().items() if name.startswith("clip") and x is not None}
-
-    def of(self, logp: Tensor, old_logp: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of each token of a micro-batch [T], and numbers to report of each."""
-        tokens = Tokens(logp, old_logp, batch.advantage, batch.mask, batch.cu_seqlens, batch.extra.get("selected"))
-        return self.function(tokens, **self.bounds, **self.numbers)
-
-    def describe(self) -> str:
-        numbers = self.bounds | self.numbers
-        return ", ".join([self.name, *(f"{name} {x:g}" for name, x in numbers.items()), self.aggregation])
-
-
-LOSSES = {                          # docs/from_verl.md has the sources of these numbers; the beta of dro must be given
-    "ppo": LossSettings(ppo, 0.2, 0.2, 3.0, "token-mean"),
-    "grpo": LossSettings(ppo, 0.2, 0.2, 3.0, "token-mean"),
-    "dapo": LossSettings(ppo, 0.2, 0.28, 3.0, "token-mean"),
-    "dr_grpo": LossSettings(ppo, 0.2, 0.2, 3.0, "seq-mean-token-sum-norm"),
-    "gspo": LossSettings(gspo, 3e-4, 4e-4, None, "seq-mean-token-mean"),
-    "gmpo": LossSettings(gmpo, 0.4, 0.4, None, "seq-mean-token-mean"),
-    "cispo": LossSettings(cispo, 1.0, 0.28, None, "token-mean"),
-    "sapo": LossSettings(sapo, None, None, None, "seq-mean-token-mean", {"tau_pos": 1.0, "tau_neg": 1.05}),
-    "clip_cov": LossSettings(clip_cov, 1.0, 1.0, None, "token-mean", {"fraction": 2e-4, "cov_low": 1, "cov_high": 5}),
-    "kl_cov": LossSettings(kl_cov, None, None, None, "token-mean", {"fraction": 2e-4, "cov_kl_coef": 1.0}),
-    "dppo_tv": LossSettings(dppo_tv, 0.15, 0.15, None, "token-mean", {"max_ratio": 20.0}),
-    "dppo_kl": LossSettings(dppo_kl, 0.05, 0.05, None, "token-mean", {"max_ratio": 20.0}),
-    "dro": LossSettings(dro, None, None, None, "token-mean", {"beta": 0.0}),
-    "reinforce": LossSettings(reinforce, None, None, None, "token-mean"),
+FUNCTIONS: dict[str, Callable[..., tuple[Tensor, dict[str, Tensor]]]] = {
+    "ppo": ppo,
+    "grpo": ppo,
+    "dapo": ppo,
+    "dr_grpo": ppo,
+    "gspo": gspo,
+    "gmpo": gmpo,
+    "cispo": cispo,
+    "sapo": sapo,
+    "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
+    "dro": dro,
+    "reinforce": reinforce,
 }
-PolicyLoss = Literal[*LOSSES]  # type: ignore[valid-type]
+"""--loss -> its function. variants/settings.py has the bounds and numbers."""

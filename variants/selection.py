@@ -12,7 +12,8 @@ from common.batch import Batch
 from common.model.policy import Policy
 from common.parallel.ranks import all_gather_objects, all_sum, seed_of
 from common.segments import moments
-from variants.losses import LossSettings, Tokens, ppo
+from variants.losses import Tokens, ppo
+from variants.settings import LossSettings
 
 SELECTED = ("clip_cov", "kl_cov")
 

@@ -22,12 +22,12 @@ from torch import Tensor, get_device_module
 
 from common.checkpoint.best import better, choose_metric, is_loss, write_best
 from common.checkpoint.choice import check_fits, choose
-from common.checkpoint.config import SaveConfig
 from common.checkpoint.export import write_files
 from common.checkpoint.files import complete_checkpoints, entry_of, read_checkpoint, remove, sync, write_manifest
 from common.checkpoint.own import remove_checkpoint
 from common.checkpoint.signals import Watchdog
 from common.checkpoint.state import FILE, Parts, fingerprint, load_parts, save_shards, tensors_of
+from common.flags.record import SaveConfig
 from common.flags.secrets import flags_of
 from common.metrics import Timer
 from common.model.policy import PackedModel

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,11 +18,12 @@ from common.dataset.images import embedding_size
 from common.dataset.loaded import Loaded
 from common.dataset.messages import parse_messages
 from common.dataset.store import RowFormat, load_rows, render, template_arguments
+from common.flags import rules
+from common.flags.data import ConversationConfig
 from common.model.flops import context_length, sequence_cost
 from common.model.loading import read_config
 from common.packing import Sequences, plan_step
-from common.parallel.ranks import World, check_at_least
-from common.prompts import TemplateConfig
+from common.parallel.ranks import World
 from common.rollout import Minibatch
 from envs.runtime.lengths import lengths_of
 from envs.runtime.template import check_tokens, encode_plain, end_of, special_tokens
@@ -35,25 +36,15 @@ SCHEMA = pa.schema({"tokens": pa.list_(pa.int32()), "mask": pa.list_(pa.bool_())
 """Of a sequence. `margin`: of its row, where the row has one (rm.py)."""
 
 
-@dataclass
-class ConversationConfig(TemplateConfig):
-    max_length: int = 2048
-    """Longest sequence, in tokens, chat template included."""
-    on_long_row: Literal["filter", "truncate"] = "filter"
-    """What to do with a row with a longer sequence: leave it out, or cut tokens from the sequence's end."""
-
-
 def check_supervised(args: Any) -> None:
-    """Refuse flags of a script that does not sample and that cannot work, before anything heavy."""
-    check_at_least(1, {"--rows-per-step": args.rows_per_step, "--total-steps": args.total_steps})
-    check_at_least(0, {"--max-tokens-per-gpu": args.max_tokens_per_gpu})
-    defaults = type(args.log)()
-    for name in ("rollouts_every", "rollouts_max"):
-        value = vars(args.log)[name]
-        if value != vars(defaults)[name]:
-            raise ValueError(f"--log.{name.replace('_', '-')} {value}: there are no rollouts here")
-    if args.policy.router_replay != "none":
-        raise ValueError("--policy.router-replay: there are no log-probs of an old policy here, set it to none")
+    """Refuse flags of a script that does not sample and that cannot work with its model. Scripts that check the command
+    line before they import torch call the two parts."""
+    rules.check_supervised(args)
+    check_length(args)
+
+
+def check_length(args: Any) -> None:
+    """Refuse sequences that are longer than the model's context."""
     longest = context_length(read_config(args.model, args.policy))
     if args.data.max_length > longest:
         raise ValueError(f"--data.max-length {args.data.max_length} exceeds the model's context of {longest} tokens")

@@ -8,7 +8,8 @@ from decimal import Decimal
 from typing import Any
 from uuid import UUID
 
-from common.prompts import DataConfig, Prompt
+from common.flags.data import DataConfig
+from common.prompts import Prompt
 from envs.runtime.template import object_of
 
 

@@ -1,40 +1,16 @@
-"""The files that flags name, and their rows as they stand there: JSON lines or parquet, read in pieces."""
+"""The rows of data files as they stand there: JSON lines or parquet, read in pieces."""
 
-import glob
 import json
-import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-PARQUET = (".parquet", ".pq")
-SUFFIXES = (*PARQUET, ".jsonl", ".ndjson", ".json")
+from common.flags.data import PARQUET
+
 BATCH_ROWS = 512  # read and stored together
 BATCH_BYTES = 2**28  # of rows with images: less than BATCH_ROWS are read and stored together. Arrow's limit is 2**31
-
-
-def find_files(entries: Sequence[str], flag: str = "data file") -> list[str]:
-    """Files, folders (all data files below, sorted) and globs (sorted) -> files. `flag`: what named them."""
-    if not entries:
-        raise ValueError("no data files given; name parquet or JSON lines files, folders or globs")
-    files: list[str] = []
-    for entry in entries:
-        pattern = entry
-        if os.path.exists(entry):                       # its name is no pattern, whatever is in it
-            pattern = glob.escape(entry)
-        if os.path.isdir(entry):
-            pattern += "/**"
-        found = []
-        for name in sorted(glob.glob(pattern, recursive=True)):
-            if name.endswith(SUFFIXES) and os.path.isfile(name):
-                found.append(name)
-        if not found:
-            raise ValueError(f"{flag} {entry} must be a {'/'.join(SUFFIXES)} file that exists, or a folder or glob "
-                             f"that has some; data/from_table.py converts CSV")
-        files += found
-    return files
 
 
 def read_rows(file: str, names: Collection[str]) -> Iterator[bytes | pa.StructScalar]:

@@ -27,11 +27,12 @@ from torch import Tensor
 from common.dataset.images import Images, embedding_size, encode_prompt, family_of, inputs_of
 from common.dataset.loaded import Loaded
 from common.dataset.messages import as_text, as_written, parse_row
-from common.dataset.rows import BATCH_BYTES, BATCH_ROWS, find_files, read_rows, row_of
+from common.dataset.rows import BATCH_BYTES, BATCH_ROWS, read_rows, row_of
+from common.flags.data import DataConfig, TemplateConfig, find_files
+from common.flags.rules import check_at_least
 from common.forward.vision import FAMILIES
 from common.parallel.exchange import deliver
-from common.parallel.ranks import check_at_least, together
-from common.prompts import DataConfig, TemplateConfig
+from common.parallel.ranks import together
 from envs.pictures import blank, flatten_contents
 from envs.runtime.lengths import lengths_of
 from envs.runtime.template import check_tokens, rendered

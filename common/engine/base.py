@@ -8,7 +8,7 @@ the compute dtype.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,74 +17,19 @@ from transformers import PretrainedConfig
 from common.batch import Batch
 from common.dataset.images import Images
 from common.engine.sync import Checksum, check_difference, checksum
-from common.memory.offload import Offload, OffloadConfig
+from common.flags.model import ModelConfig, OffloadConfig
+from common.flags.rollout import RolloutConfig, SamplingConfig
+from common.memory.offload import Offload
 from common.metrics import Meter
-from common.model.policy import ModelConfig, PackedModel, Policy
+from common.model.policy import PackedModel, Policy
 from common.parallel.ranks import World, all_max, all_names, all_sum, seed_of
 from common.prompts import Prompt
-from envs.runtime.conversation import EpisodeConfig, constrains
+from envs.runtime.conversation import constrains
 from envs.runtime.response import Response
 
 PROBE_TOKENS = 256
 """Most tokens of a prompt of the probe, which is scored in one pass, whatever the token budget: any beginning of a
 prompt shows whether engine and trainer agree, also one that ends inside an image, whose tokens are text here."""
-
-
-@dataclass
-class SamplingConfig:
-    """How one call of `complete` samples."""
-
-    temperature: float = 1.0
-    """Sampling temperature of training rollouts. Log-probs, ratios and entropy are taken at the same temperature."""
-    max_response_length: int = 1024
-    """Maximum number of tokens of a response."""
-    top_p: float = 1.0
-    """Sample from the smallest set of tokens whose probabilities add up to this. Below 1, training needs an importance
-    weight (--correction.weights)."""
-    top_k: int = 0
-    """Sample from the k most likely tokens; 0: all. Above 0, training needs an importance weight."""
-    stop: tuple[str, ...] = ()
-    """Texts that end a response, besides the end token. The response keeps the tokens that spell it. Needs
-    --rollout.engine vllm."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end a response, besides the model's own end tokens."""
-
-
-@dataclass
-class RolloutConfig(EpisodeConfig, SamplingConfig):
-    """How training samples, and the engine that samples."""
-
-    engine: Literal["vllm", "hf"] = "vllm"
-    """Sampling backend: vLLM, or Hugging Face's `generate`, which is slow but needs no vLLM and is an independent
-    check."""
-    val_top_p: float = 1.0
-    """top_p of validation. 1: all tokens. Needs --val-data and --eval-n."""
-    val_top_k: int = 0
-    """top_k of validation. 0: all tokens. Needs --val-data and --eval-n."""
-    in_flight: float = 1.0
-    """Prompts in flight at once, as a multiple of --prompts-per-step (1 to 2). A step ends when --prompts-per-step
-    groups are complete; the others continue in the next step. 1: a step waits for its longest response. Needs
-    --rollout.engine vllm and training."""
-    max_staleness: int = 4
-    """Oldest a token may be when it is trained, in steps (weight syncs); the rollout waits for groups that would exceed
-    it. 0: drop unfinished groups, which is oversampling and favours short responses. Needs --rollout.in-flight above
-    1."""
-    max_num_seqs: int = 256
-    """Maximum number of responses that one vLLM engine decodes at the same time. Only for --rollout.engine vllm or
-    --rollout.episode."""
-    tp: int = 1
-    """Tensor-parallel ranks per engine. There are world size / tp engines. Needs --rollout.engine vllm."""
-    gpu_memory_utilization: float = 0.0
-    """Share of a GPU's total memory for the engine's weights and cache while it is awake. 0: the memory that the
-    trainer leaves free. Only for --rollout.engine vllm and a GPU."""
-    kv_cache_gb: float = 0.5
-    """Size of the key-value cache of one vLLM engine in GiB. Only for --rollout.engine vllm and a CPU."""
-    enforce_eager: bool = False
-    """Do not use CUDA graphs: the start is faster, decoding slower. Only for --rollout.engine vllm and a GPU."""
-    max_probe_diff: float = 0.1
-    """Stop if the mean |p_engine - p_trainer| over a step's tokens, or over the probe, exceeds this. 0: never."""
-    extra: str = "{}"
-    """Additional arguments for vLLM's LLM(...), as a JSON object. Needs --rollout.engine vllm."""
 
 
 def validation_sampling(config: RolloutConfig, temperature: float) -> RolloutConfig:

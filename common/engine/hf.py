@@ -15,8 +15,9 @@ from transformers import GenerationConfig
 from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
 
 from common.dataset.images import Images
-from common.engine.base import Engine, EngineSetup, SamplingConfig
+from common.engine.base import Engine, EngineSetup
 from common.engine.sync import Checksum, checksum
+from common.flags.rollout import SamplingConfig
 from common.forward.router_replay import routers_of
 from common.forward.vision import auto_class
 from common.model.policy import saved_buffers

@@ -1,21 +1,23 @@
 """Checks the flags of the engine and starts it."""
 
 import importlib.metadata
-import os
 from typing import Any
 
 from transformers import GenerationConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file, is_torchvision_available
 
-from common.engine.base import Engine, EngineSetup, RolloutConfig
+from common.engine.base import Engine, EngineSetup
 from common.engine.extra import check_extra
 from common.engine.hf import HFEngine
 from common.engine.remote import RemoteEngine
 from common.engine.vllm import VLLMEngine
+from common.flags.rollout import RolloutConfig, changed_flags
+from common.flags.rules import check_sampling
+from common.flags.rules import check_sizes as check_sizes
 from common.forward.vision import FAMILIES
 from common.model.flops import context_length
-from common.parallel.ranks import World, check_at_least, print_on_main
+from common.parallel.ranks import World, print_on_main
 from envs.runtime.conversation import constrains
 
 VLLM_SUPPORTED = ("0.26.", "0.32.")  # 0.26 is the last one for torch 2.11
@@ -89,34 +91,6 @@ def check_knows_experts(config: RolloutConfig, world: World) -> None:
         )
 
 
-def check_sampling(config: RolloutConfig) -> None:
-    """Refuse what cannot work with any model. Mistyped commands meet it before torch is imported."""
-    if config.temperature <= 0:
-        raise ValueError(f"--rollout.temperature {config.temperature} must be above 0: training needs a distribution")
-    for flag, top_p in (("top-p", config.top_p), ("val-top-p", config.val_top_p)):
-        if not 0 < top_p <= 1:
-            raise ValueError(f"--rollout.{flag} {top_p} must be in (0, 1]")
-    check_at_least(1, {"--rollout.max-response-length": config.max_response_length})
-    given = f"--rollout.in-flight {config.in_flight:g}"
-    if not 1 <= config.in_flight <= 2 or config.max_staleness < 0:
-        raise ValueError(f"{given} must be from 1 to 2, so that what a step carries over fits into the next one, and "
-                         f"--rollout.max-staleness {config.max_staleness} at least 0")
-    if config.in_flight > 1 and config.stop:
-        raise ValueError(f"{given} does not go with --rollout.stop: only the tokens of a response are carried over, "
-                         f"not a text that is half written")
-
-
-def changed_flags(config: RolloutConfig, *names: str) -> list[str]:
-    """The flags among these that differ from their defaults, with their values."""
-    defaults = RolloutConfig()
-    found = []
-    for name in names:
-        value = getattr(config, name)
-        if value != getattr(defaults, name):
-            found.append(f"--rollout.{name.replace('_', '-')} {value}")
-    return found
-
-
 def check_vllm(config: RolloutConfig, model_type: str) -> None:
     """Refuse what vLLM cannot do, and versions of it that are not supported."""
     versions = []
@@ -133,34 +107,6 @@ def check_vllm(config: RolloutConfig, model_type: str) -> None:
             )
     if config.temperature > 2:
         raise ValueError(f"--rollout.temperature {config.temperature}: vLLM takes at most 2")
-
-
-def check_sizes(tp: int, prompts_per_step: int, samples_per_prompt: int, minibatches_per_step: int,
-                **others: int) -> None:
-    """Refuse batch sizes below 1, or that do not divide over engines (of `samplers` or all ranks) and mini-batches."""
-    sizes = {
-        "prompts_per_step": prompts_per_step,
-        "samples_per_prompt": samples_per_prompt,
-        "minibatches_per_step": minibatches_per_step,
-        **others,
-    }
-    check_at_least(1, {f"--{name.replace('_', '-')}": value for name, value in sizes.items()})
-    ranks = "world size"
-    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if "samplers" in others:
-        ranks = "--samplers"
-        num_ranks = others["samplers"]
-    num_engines = num_ranks // tp
-    if prompts_per_step % max(num_engines, 1):
-        raise ValueError(
-            f"--prompts-per-step {prompts_per_step} must be a multiple of the {num_engines} engines "
-            f"({ranks} {num_ranks} / --rollout.tp {tp})"
-        )
-    num_responses = prompts_per_step * samples_per_prompt
-    if num_responses % minibatches_per_step:
-        raise ValueError(f"{num_responses} responses a step (--prompts-per-step {prompts_per_step} x "
-                         f"--samples-per-prompt {samples_per_prompt}) must be a multiple of "
-                         f"--minibatches-per-step {minibatches_per_step}")
 
 
 def make_engine(setup: EngineSetup) -> Engine:

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from common.dataset.images import Images
-from common.engine.base import Engine, EngineSetup, SamplingConfig
+from common.engine.base import Engine, EngineSetup
 from common.engine.sync import Checksum, differing, held_checksums
+from common.flags.rollout import SamplingConfig
 from common.memory.plan import GRAPHS_GB, RESERVED_GB
 from common.parallel.ranks import all_names, seed_of
 from envs.pictures import decode

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from common.engine.base import RolloutConfig
+from common.flags.rollout import RolloutConfig
 from common.metrics import Meter
 from common.prompts import Prompt
 from common.rollout import Sample

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from common.batch import Batch, offsets
+from common.flags.rules import check_turns as check_turns
 from common.parallel.ranks import all_gather_objects
 from common.rollout import Rollout, Sample
-from envs.runtime.conversation import EpisodeConfig
 from rewards.runtime.replies import MAX_SCORE
 
 Place = tuple[int, int]
@@ -39,14 +39,6 @@ class Units(NamedTuple):
     kind: Tensor  # [U] numbers of the kinds
     sequence: Tensor  # [U] number of the unit's sequence among those of the step
     first_token: Tensor  # [U] its position in that sequence
-
-
-def check_turns(config: EpisodeConfig, per_turn: bool, per_role: bool = False) -> None:
-    if (per_turn or per_role) and not config.episode:
-        flag = "--advantage-per-step" if per_turn else "--advantage-per-role"
-        raise ValueError(f"{flag} needs --rollout.episode: only an episode has turns and roles")
-    if per_turn and per_role:
-        raise ValueError("--advantage-per-step and --advantage-per-role exclude each other: a token has one advantage")
 
 
 def to_units(batch: Batch, rollout: Rollout, rewards: Tensor, reward_coef: float, per_turn: bool,

@@ -1,1 +1,8 @@
-"""The flags of a run: which of them act, and how they are written down without secrets."""
+"""The flags of a run: what they are and must be, which of them act, and how they are written down without secrets.
+
+Nothing here imports torch, transformers or vLLM, so that a mistyped command can be refused before they are."""
+
+from common.flags.correction import resolve_correction
+from common.flags.run import RunArgs, TrainArgs
+
+__all__ = ["RunArgs", "TrainArgs", "resolve_correction"]

@@ -1,22 +1,13 @@
 """Offload the trainer's weights and optimizer moments to host memory while the engine samples."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-
-@dataclass
-class OffloadConfig:
-    params: bool = False
-    """Keep the trainer's weights in pinned host memory while the engine is awake (moved after each weight sync). Only
-    for a GPU."""
-    optimizer: bool = False
-    """Keep the optimizer's moments in pinned host memory except for the optimizer step and a save: they are never on
-    the GPU together with the engine or with activations. Only for a GPU."""
+from common.flags.model import OffloadConfig
 
 
 class Offload:
@@ -81,7 +72,9 @@ class OffloadedTensors:
         sizes = [*map(len, self.emptied)]
         if [*map(len, self.host)] != sizes:
             pin = torch.cuda.is_available()
-            self.host = [torch.empty(size, dtype=torch.uint8, pin_memory=pin) for size in sizes]
+            self.host = []
+            for size in sizes:
+                self.host.append(torch.empty(size, dtype=torch.uint8, pin_memory=pin))
         for storage, buffer in zip(self.emptied, self.host):
             buffer.copy_(_bytes(storage))
             storage.resize_(0)

@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from transformers import AutoModel, PretrainedConfig
 
+from common.flags.model import OffloadConfig
+from common.flags.rules import num_shards
 from common.forward.router_replay import routers_of
 from common.kernels import CHUNK_BYTES
-from common.memory.offload import OffloadConfig
 from common.memory.sizes import IN_PASSES, Model, Moment
 from common.model.flops import check_context
 from common.model.loading import GIB, read_critic, read_teacher
 from common.model.reward_model import check_reward_model
-from common.parallel.ranks import all_max, num_shards
+from common.parallel.ranks import all_max
 
 RESERVED_GB = 4.0
 """GPU memory for the CUDA context, NCCL and the unsharded tensors of the weight sync."""

@@ -6,13 +6,13 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from common.flags.model import LoRAConfig, ModelConfig
 from common.forward.vision import auto_class
 from common.kernels import tile_shape
 from common.model.flops import active_weights, head_dims
 from common.model.loading import GIB, NO_ADAPTERS, uses_liger
-from common.model.lora import LoRAConfig, add_adapters
+from common.model.lora import add_adapters
 from common.model.optimizers import WEIGHTS, block_size, uses_muon
-from common.model.policy import ModelConfig
 from common.model.sharding import PART, shard_dim
 
 IN_PASSES = ("unsharded weights", "activations", "log-prob tiles")

@@ -10,9 +10,9 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PretrainedConfig
 from transformers.utils import is_flash_attn_2_available
 
+from common.flags.model import ModelConfig
 from common.forward.sequence_parallel import gather_keys
 from common.model.flops import head_dims
-from common.model.policy import ModelConfig
 
 FEWER_KEY_HEADS: dict[str, bool] = {}
 """Lets keys have fewer heads than queries; torch 2.11 needs no argument for it."""

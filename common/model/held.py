@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from transformers import set_seed
 
+from common.flags.model import OptimConfig
 from common.model.loading import FLOAT32_FROZEN, Weights, load_critic, load_frozen, load_policy
 from common.model.lora import Reference
-from common.model.optimizers import WEIGHTS, OptimConfig, make_optimizer
+from common.model.optimizers import WEIGHTS, make_optimizer
 from common.model.policy import Critic, PackedModel, Policy
 from common.model.sharding import num_changes
 from common.parallel import ranks

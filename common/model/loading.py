@@ -16,13 +16,14 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, PretrainedConfig,
 from transformers.integrations.liger import apply_liger_kernel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from common.flags.model import LoRAConfig, ModelConfig
 from common.forward.router_replay import routers_of
 from common.forward.vision import FAMILIES, auto_class
 from common.model.attention import choose_attention, separate_states
 from common.model.flops import sequence_cost
-from common.model.lora import LoRAConfig, Reference, add_adapters, new_adapters
+from common.model.lora import Reference, add_adapters, new_adapters
 from common.model.packing_check import check_packing, explain_failure
-from common.model.policy import Critic, ModelConfig, Policy
+from common.model.policy import Critic, Policy
 from common.model.sharding import kept_tensors, local, shard, shard_slice
 from common.parallel.ranks import World, all_max, all_sum, print_on_main
 from common.source.folder import check_config

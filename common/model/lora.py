@@ -5,7 +5,7 @@ A layer computes with W' = W + scale B A, rounded to W's own dtype. The sampling
 function, so trainer and engine hold the same numbers. The reference is the same model with its adapters off.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,27 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from common.flags.model import LoRAConfig
 from common.source.stored import is_adapter
 
 ROUTERS = {"gate", "router", "shared_expert_gate"}
 """Linear layers inside blocks that choose experts: they belong neither to attention nor to an MLP."""
-
-
-@dataclass
-class LoRAConfig:
-    rank: int = 0
-    """Rank of the adapters that are trained instead of all weights (LoRA). 0: no adapters, all weights are trained."""
-    alpha: float = 32.0
-    """The adapters' product is multiplied by alpha / rank. Needs --lora.rank."""
-    targets: tuple[str, ...] = ()
-    """Names of the linear layers with adapters, such as q_proj v_proj. Default: all in attention and MLPs. Needs
-    --lora.rank."""
-
-    def __post_init__(self):
-        if self.rank < 0 or self.alpha <= 0:
-            raise ValueError(f"--lora.rank {self.rank} must be at least 0, --lora.alpha {self.alpha:g} above 0")
-        if self.targets and not self.rank:
-            raise ValueError("--lora.targets need adapters: set --lora.rank")
 
 
 class _Adapted(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""AdamW over the shards: its flags, and the kinds whose weights are bfloat16, rounded stochastically, and whose moments
+"""AdamW over the shards, and its kinds whose weights are bfloat16, rounded stochastically, and whose moments
 are bfloat16 too or codes of 8 bits. And Muon, which has matrices of its own.
 
 Rounded to nearest, a weight would lose each update below half of its last digit. A second moment would never shrink,
@@ -6,15 +6,15 @@ because a decay rate of 0.999 subtracts less than that. Codes are those of Dettm
 the numbers that share a scale lie within a row: ranks divide codes and scales as they divide the weight."""
 
 import math
-from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import Replicate
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
+from common.flags.model import OptimConfig
 from common.model.policy import PackedModel
 from common.model.sharding import by_mesh, shard_slice
 from common.parallel.ranks import seed_of
@@ -24,45 +24,6 @@ WEIGHTS = {"adamw": torch.float32, "muon": torch.float32, "adamw-bf16": torch.bf
 PIECE = {"cpu": 2**20, "cuda": 2**22}
 """Number of values that are computed in float32 at a time, a multiple of every block. A piece takes some 40 kernels,
 which the host launches: on an H100, with pieces of 2**20, a step took 18 times as long as AdamW's."""
-
-
-@dataclass
-class OptimConfig:
-    kind: Literal["adamw", "adamw-bf16", "adamw-8bit", "muon"] = "adamw"
-    """adamw: weights, gradients and moments are float32, 16 bytes a weight. adamw-bf16: bfloat16, rounded
-    stochastically, 8 bytes. adamw-8bit: the same with moments in 8 bits, 6 bytes. muon: Muon for the layers' matrices,
-    12 bytes, adamw for the rest."""
-    lr: float = 1e-6
-    """Peak learning rate. muon: the root mean square of an update is 0.2 of it, like AdamW's in long runs."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the learning rate after the warm-up, down to `min_lr_frac` of the peak. It would be reached one step
-    after the last, so that the last step still learns."""
-    warmup_steps: int = 0
-    """Steps of linear warm-up from lr / warmup_steps."""
-    min_lr_frac: float = 0.0
-    """Learning rate at the end of the schedule as a share of the peak. Needs schedule linear or cosine."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """AdamW's decay rates of the first and second moment."""
-    weight_decay: float = 0.0
-    """Decoupled weight decay, of muon too."""
-    max_grad_norm: float = 1.0
-    """Clip the global gradient norm at this value. 0: no clipping."""
-    max_skipped_steps: int = 3
-    """Stop after this many optimizer steps in a row whose gradient norm is not finite (each is skipped and counted)."""
-
-    def __post_init__(self):
-        rules = {
-            "lr": (0 < self.lr < math.inf, "must be positive"),
-            "warmup_steps": (self.warmup_steps >= 0, "must be at least 0"),
-            "min_lr_frac": (0 <= self.min_lr_frac <= 1, "must be in [0, 1]"),
-            "betas": (all(0 <= beta < 1 for beta in self.betas), "must be in [0, 1), both"),
-            "weight_decay": (0 <= self.weight_decay < math.inf, "must be at least 0"),
-            "max_grad_norm": (self.max_grad_norm >= 0, "must be at least 0 (0: no clipping)"),
-            "max_skipped_steps": (self.max_skipped_steps >= 1, "must be at least 1"),
-        }
-        for name, (holds, rule) in rules.items():
-            if not holds:
-                raise ValueError(f"--optim.{name.replace('_', '-')} {vars(self)[name]} {rule}")
 
 
 def make_optimizer(model: PackedModel, config: OptimConfig) -> torch.optim.Optimizer:
@@ -86,7 +47,11 @@ def make_optimizer(model: PackedModel, config: OptimConfig) -> torch.optim.Optim
         })
     groups = decayed + not_decayed
     if matrices:
-        groups.append({"params": matrices, "weight_decay": config.weight_decay, "momentum": 0.95})
+        groups.append({
+            "params": matrices,
+            "weight_decay": config.weight_decay,
+            "momentum": 0.95,
+        })
     for group in groups:
         group["kind"] = config.kind
     optimizers = {"adamw": torch.optim.AdamW, "muon": Muon}

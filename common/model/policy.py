@@ -1,8 +1,7 @@
 """The trained models on packed sequences: log-probs of a policy, values of a critic."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,42 +9,13 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
 from common.batch import Batch
+from common.flags.model import ModelConfig as ModelConfig
 from common.forward.router_replay import Router
 from common.forward.sequence_parallel import Row, make_row
 from common.forward.vision import hidden_with_images
 from common.kernels import Head, linear_logp
 from common.model.lora import LoRALinear, is_adapter, merge
 from common.parallel.ranks import all_sum
-
-
-@dataclass
-class ModelConfig:
-    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Data type of activations and matrix products. Logits are always float32; --optim.kind is for weights. A CPU
-    without bfloat16 instructions (AMX, AVX-512 BF16) emulates them at an eighth of float32's speed."""
-    gradient_checkpointing: bool | None = None
-    """Recompute each layer in the backward pass: less memory, about a third more compute. None: above 1B weights. Needs
-    training."""
-    replicas: int = 1
-    """Copies of the models (HSDP), each sharded over world size / replicas ranks; weights travel only among these."""
-    liger: bool = True
-    """Use Liger's fused kernels for norms, rotary embeddings and MLPs, for the families it supports. Only for a GPU."""
-    share_prompt: bool = False
-    """Compute the prompt of a group once per micro-batch, not once per response: the same gradient for fewer tokens.
-    Needs training."""
-    sequence_parallel: int = 1
-    """Number of ranks that run a micro-batch together, each a part of every sequence, so that a response need not fit
-    on one GPU. Together they hold this many times the token budget."""
-    expert_parallel: int = 1
-    """Ranks over which the experts of a mixture are divided: tokens travel between ranks instead of weights."""
-    router_replay: Literal["none", "old-logp", "rollout"] = "none"
-    """Experts that a token uses in the update. old-logp: those chosen by the pass that scored the old log-probs, if
-    there was one. rollout: those that the engine chose, also in the pass for the old log-probs. Needs training."""
-    freeze_vision: bool = False
-    """Train only the language model of a vision-language model; its vision tower and projector stay frozen. Needs
-    training."""
-    trust_remote_code: bool = False
-    """Run Python code that comes with the model. Off: only architectures of transformers itself."""
 
 
 class PackedModel(nn.Module):

@@ -1,6 +1,5 @@
 """A reward model: any sequence classifier with one label, sharded beside the policy, run on packed conversations."""
 
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -8,30 +7,15 @@ import numpy as np
 from transformers import PretrainedConfig
 
 from common.batch import Batch
+from common.flags.model import ModelConfig, RewardModelConfig
 from common.model.flops import check_context, context_length
 from common.model.loading import SCORED, Weights, load_critic, read_config, read_tokenizer
-from common.model.policy import ModelConfig
 from common.packing import Sequences, plan_step
 from common.parallel.ranks import World, all_max
 from envs.runtime.template import check_reader, whole_rows
 
 MAX_TOKENS = 16384
 """Token budget of one forward on one rank."""
-
-
-@dataclass
-class RewardModelConfig:
-    path: str = ""
-    """Hugging Face folder or hub name of a sequence classifier with one label, scored in float32. Empty: none."""
-    weight: float = 1.0
-    """Factor of the reward model's score, which is added to the score of the reward function. Needs
-    --reward-model.path."""
-    alone: bool = False
-    """The reward is the model's score alone: no reward function runs. Needs --reward-model.path."""
-
-    def __post_init__(self):
-        if self.alone and not self.path:
-            raise ValueError("--reward-model.alone needs --reward-model.path")
 
 
 def check_reward_model(config: RewardModelConfig, model_config: ModelConfig, longest: int) -> PretrainedConfig:

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
-from common.model.policy import Critic, ModelConfig, PackedModel, saved_buffers
+from common.flags.model import ModelConfig
+from common.model.policy import Critic, PackedModel, saved_buffers
 from common.parallel.ranks import World, reduce_scatter_single
 
 PART = 2**26

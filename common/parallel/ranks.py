@@ -16,6 +16,9 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from common.flags.rules import check_at_least as check_at_least
+from common.flags.rules import num_shards
+
 Errors = type[Exception] | tuple[type[Exception], ...]
 DEVICES = Path("/dev")
 SAMPLERS = "RL_SAMPLERS"
@@ -118,22 +121,6 @@ def collective_timeout(timeout_s: float) -> timedelta:
     group needs it; torch's own default is 10 minutes with NCCL. 0: 24 days, which in milliseconds is still a number of
     32 bits."""
     return timedelta(seconds=timeout_s + 300) if timeout_s else timedelta(days=24)
-
-
-def check_at_least(least: int, flags: dict[str, float]) -> None:
-    """Raises ValueError for a flag (--NAME -> its value) below `least`."""
-    for flag, value in flags.items():
-        if value < least:
-            raise ValueError(f"{flag} {value} must be at least {least}")
-
-
-def num_shards(num_ranks: int, replicas: int, sequence_parallel: int = 1, expert_parallel: int = 1) -> int:
-    """Ranks over which each copy of the model is sharded. Raises ValueError if they cannot be divided this way."""
-    sizes = {"replicas": replicas, "sequence-parallel": sequence_parallel, "expert-parallel": expert_parallel}
-    for flag, value in sizes.items():
-        if value < 1 or num_ranks % value:
-            raise ValueError(f"--policy.{flag} {value} must be at least 1 and divide the {num_ranks} ranks evenly")
-    return num_ranks // replicas
 
 
 def make_groups(device_type: str, timeout: timedelta, replicas: int = 1, sequence_parallel: int = 1,

@@ -13,11 +13,13 @@ from typing import Any
 
 from common.dataset.images import Images, check_sequence, embedding_size, show
 from common.dataset.store import template_arguments
-from common.engine.base import Engine, Request, RolloutConfig
+from common.engine.base import Engine, Request
 from common.episodes.metrics import environment_of
 from common.episodes.replies import Parse, reply_of, seed_of_reply
-from common.parallel.ranks import World, check_at_least
-from common.prompts import TemplateConfig
+from common.flags.data import TemplateConfig
+from common.flags.rollout import RolloutConfig
+from common.flags.rules import check_at_least
+from common.parallel.ranks import World
 from envs.pictures import joined
 from envs.runtime.conversation import ChatTemplate, Conversation, FlagError, constrains
 from envs.runtime.processes import EpisodeProcesses

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from common.engine.base import Engine, Request, SamplingConfig
+from common.engine.base import Engine, Request
+from common.flags.rollout import SamplingConfig
 from common.metrics import Meter
 from common.parallel.exchange import deliver
 from common.parallel.ranks import all_gather_objects, seed_of

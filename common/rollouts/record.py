@@ -16,9 +16,9 @@ from transformers import PreTrainedTokenizerBase
 
 from common.batch import Batch
 from common.checkpoint.files import naming
+from common.flags.record import LogConfig
 from common.parallel.ranks import all_gather_objects
 from common.rollout import Minibatch, Rollout, Sample
-from common.tracking.logger import LogConfig
 from envs.runtime.response import Response
 
 COLUMNS = {

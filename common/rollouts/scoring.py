@@ -12,11 +12,13 @@ import torch
 
 from common.dataset.messages import with_response
 from common.dataset.store import PromptSet
-from common.engine.base import Engine, Request, RolloutConfig
+from common.engine.base import Engine, Request
 from common.engine.remote import Bridge, RemoteEngine
 from common.episodes.metrics import measure_episodes
+from common.flags.model import RewardModelConfig
+from common.flags.rollout import RolloutConfig
 from common.metrics import Meter
-from common.model.reward_model import RewardModel, RewardModelConfig
+from common.model.reward_model import RewardModel
 from common.parallel.ranks import all_max, all_names, all_sum, seed_of
 from common.rollout import Rollout, Sample
 from common.rollouts.episodes import Episodes

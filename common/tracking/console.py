@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
+from common.flags.model import ModelConfig
 from common.model.attention import choose_attention
 from common.model.loading import uses_liger
-from common.model.policy import ModelConfig
 
 
 def batch_line(sizes: Sequence[int], max_tokens: int, longest: int, ranks: int) -> str:

@@ -1,9 +1,7 @@
 """What rank 0 records of a run: metrics (console, metrics.jsonl, wandb, TensorBoard), flags, state of each start."""
 
 import dataclasses
-import importlib.util
 import json
-import os
 import re
 import socket
 import subprocess
@@ -11,47 +9,21 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from tqdm import tqdm
 
 from common.checkpoint.files import naming, sync
 from common.checkpoint.run_folder import check_holder
+from common.flags.record import LogConfig
 from common.flags.secrets import redacted
-from common.parallel.ranks import World, check_at_least
+from common.parallel.ranks import World
 from common.tracking.health import HealthCheck
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 OF_STEP = re.compile(r"(?:step|val)_(\d{6,})\.parquet")
 """Files of responses that a run writes."""
-
-
-@dataclass
-class LogConfig:
-    to: tuple[Literal["wandb", "tensorboard"], ...] = ()
-    """Where metrics go in addition to the console and metrics.jsonl. wandb: without an account set
-    WANDB_MODE=offline. tensorboard: into RUN_DIR/tensorboard."""
-    wandb_project: str = "rl"
-    """Weights & Biases project. Needs --log.to wandb."""
-    rollouts_every: int = 5
-    """Steps between files of responses, RUN_DIR/rollouts/step_000005.parquet. The first step and each validation
-    (val_000010.parquet) have a file too. 0: no files."""
-    rollouts_max: int = 64
-    """Most responses in such a file: the step's first whole groups, at least one. Needs --log.rollouts-every."""
-
-    def __post_init__(self):
-        check_at_least(0, {"--log.rollouts-every": self.rollouts_every})
-        check_at_least(1, {"--log.rollouts-max": self.rollouts_max})
-        for package in self.to:
-            if importlib.util.find_spec(package) is None:
-                raise ValueError(f"--log.to {package} needs the package {package}: pip install {package}")
-        if "wandb" in self.to and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
-            import wandb
-
-            if not wandb.login(prompt=False):
-                raise ValueError("--log.to wandb finds no account: set WANDB_API_KEY, or WANDB_MODE=offline")
 
 
 class Tracker:

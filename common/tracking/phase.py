@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from common.batch import Batch
+from common.flags.model import OptimConfig
 from common.model.policy import PackedModel
-from common.optim import OptimConfig, learning_rate, optimizer_step
+from common.optim import learning_rate, optimizer_step
 from common.rollout import Minibatch
 
 MAX_CHECKS = 16

@@ -8,7 +8,7 @@ import re
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from envs.runtime.template import GUARD, rendered, special_tokens, text_of
 
@@ -23,41 +23,6 @@ def constrains() -> bool:
     """Whether replies may be sampled under the grammar of a JSON schema. Their tokens then come from another
     distribution than the model's, which is decided once for all ranks and for the whole run."""
     return os.environ.get("AGENT_STRUCTURED") == "constrain"
-
-
-@dataclass
-class EpisodeConfig:
-    """Episodes of many turns instead of single responses."""
-
-    episode: str = ""
-    """File and name of `async def episode(chat, row)`, path/to/file.py:name, see docs/environments.md. Several, as
-    NAME=FILE,NAME=FILE: a row's `agent_name` picks one. Default: no episodes; the model writes one response to each
-    prompt."""
-    max_turns: int = 16
-    """Most replies of the model in an episode. --rollout.max-response-length bounds the tokens of an episode, including
-    the tokens of users and tools. Needs --rollout.episode."""
-    tool_timeout_s: float = 30.0
-    """Seconds that an episode's own code, including its tools, may take between two replies before its process is
-    killed. Needs --rollout.episode."""
-    episodes_at_once: int = 0
-    """Episodes that one engine runs at the same time, each in its own process. 0: --rollout.max-num-seqs. Needs
-    --rollout.episode."""
-    lockstep: bool = False
-    """Wait for the tools of all episodes before each step of the engine. Then a run repeats byte for byte. Otherwise
-    the times at which tools end decide what is decoded together, and so how it is rounded. Needs --rollout.episode."""
-    drop: tuple[Literal["timeout", "length", "turns", "error"], ...] = ()
-    """Episodes that end for these reasons are excluded from the loss and their group's statistics (compact filtering).
-    Needs --rollout.episode."""
-    rewritten_history: Literal["split", "append", "error"] = "split"
-    """What to do if the chat template later writes earlier turns differently, for example without their reasoning.
-    split: the episode becomes several sequences, each as the model saw it. append: the model sees its own tokens.
-    error: stop. Needs --rollout.episode."""
-    tool_result_tokens: int = 0
-    """Most tokens of a tool's result that the model sees; a longer one loses its middle, and says so. 0: no limit.
-    Needs --rollout.episode."""
-    tool_parser: str = ""
-    """vLLM's parser of tool calls, by name (hermes, llama3_json, ...), for episodes with chat.tools. Needs
-    --rollout.episode."""
 
 
 def environments(spec: str) -> dict[str, str]:

@@ -22,13 +22,13 @@ import tyro
 from common import correction
 from common.batch import Batch
 from common.correction import CorrectionConfig, resolve_correction
+from common.flags.correction import PRESETS
 from common.metrics import Meter
 from common.parallel import ranks
-from common.presets.correction import PRESETS
 from tests.common.weigh import weigh
 from tests.conftest import ROOT, launch
 from tests.oracles import policy_loss
-from variants.losses import LOSSES, Tokens
+from variants.losses import FUNCTIONS, LOSSES, Tokens
 
 NUM_RESPONSES = 16
 MINIBATCHES = [[0, 3, 4, 5, 8, 11, 14, 15], [1, 2, 6, 7, 9, 10, 12, 13]]
@@ -485,7 +485,7 @@ def gradient_errors(loss: str, options: dict) -> tuple[float, float]:
     advantage = torch.randn(NUM_RESPONSES, generator=rng)[batch.sequence_ids] * batch.mask
     logp = (old + drift).requires_grad_()
     tokens = Tokens(logp, batch.old_logp, advantage, batch.mask, batch.cu_seqlens)
-    out, _ = LOSSES[loss].function(tokens, 0.2, 0.2)
+    out, _ = FUNCTIONS[loss](tokens, 0.2, 0.2)
     out = out * correction.importance_weights(batch, logp, config, meter)
     (out * batch.extra["weight"]).sum().backward()
 
@@ -687,7 +687,7 @@ def test_what_makes_up_for_sampling_that_is_cut(loss):
         if loss != "clipped":                                             # the other scripts' loss is ppo
             default = LOSSES[loss]
             numbers = default.numbers | ({"beta": 1e-9} if loss == "dro" else {})     # its distance is no ratio
-            out, _ = default.function(tokens, **default.bounds, **numbers)
+            out, _ = FUNCTIONS[loss](tokens, **default.bounds, **numbers)
             gradients.append(torch.autograd.grad(out.sum(), logp)[0])
     has_ratio = loss == "clipped" or not torch.allclose(*gradients)
     assert has_ratio == (loss not in ("reinforce", "dro"))

@@ -19,7 +19,7 @@ from tests import oracles
 from tests.common.weigh import weigh
 from tests.conftest import launch
 from tests.oracles import AGGREGATIONS
-from variants.losses import LOSSES, Tokens
+from variants.losses import FUNCTIONS, LOSSES, Tokens
 from variants.selection import covariances, select_clip_cov, select_kl_cov
 
 F64, F32 = torch.float64, torch.float32
@@ -34,7 +34,8 @@ def on_tensors(function):
     return call
 
 
-POLICY_LOSSES = {name: functools.partial(on_tensors(d.function), **d.numbers | ({"beta": 0.7} if name == "dro" else {}))
+POLICY_LOSSES = {name: functools.partial(on_tensors(FUNCTIONS[name]),
+                                         **d.numbers | ({"beta": 0.7} if name == "dro" else {}))
                  for name, d in LOSSES.items()}
 CLIPS = {name: (d.clip_low, d.clip_high) for name, d in LOSSES.items()}
 CLIPS["gspo"] = (0.1, 0.1)                # its 4e-4 would clip almost every random sequence
@@ -357,7 +358,7 @@ def test_reward_goes_to_the_last_token_that_was_sampled():
 def test_defaults_are_the_papers_and_wrong_bounds_are_refused():
     """The defaults are those of papers, or of their authors' scripts (docs/from_verl.md): low, high, dual, aggregation.
     """
-    assert {name: tuple(loss[1:5]) for name, loss in LOSSES.items()} == {
+    assert {name: tuple(loss[:4]) for name, loss in LOSSES.items()} == {
         "ppo": (0.2, 0.2, 3.0, "token-mean"),
         "grpo": (0.2, 0.2, 3.0, "token-mean"),
         "dapo": (0.2, 0.28, 3.0, "token-mean"),
@@ -378,9 +379,9 @@ def test_defaults_are_the_papers_and_wrong_bounds_are_refused():
         "kl_cov": {"fraction": 2e-4, "cov_kl_coef": 1.0}, "dppo_tv": {"max_ratio": 20.0},
         "dppo_kl": {"max_ratio": 20.0}, "dro": {"beta": 0.0},
     }
-    assert resolve_loss("dapo", None, None, None, None, {})[1:5] == (0.2, 0.28, 3.0, "token-mean")
-    assert resolve_loss("gspo", None, 1e-3, None, None, {})[1:5] == (3e-4, 1e-3, None, "seq-mean-token-mean")
-    assert resolve_loss("cispo", None, None, None, "token-sum", {})[1:5] == (1.0, 0.28, None, "token-sum")
+    assert resolve_loss("dapo", None, None, None, None, {})[:4] == (0.2, 0.28, 3.0, "token-mean")
+    assert resolve_loss("gspo", None, 1e-3, None, None, {})[:4] == (3e-4, 1e-3, None, "seq-mean-token-mean")
+    assert resolve_loss("cispo", None, None, None, "token-sum", {})[:4] == (1.0, 0.28, None, "token-sum")
     assert resolve_loss("sapo", None, None, None, None, {"tau_neg": 2.0}).numbers == {"tau_pos": 1.0, "tau_neg": 2.0}
     assert LOSSES["sapo"].numbers["tau_neg"] == 1.05                       # the table itself stays
     given = resolve_loss("dr_grpo", 0.1, None, None, None, {})
@@ -413,7 +414,7 @@ def test_numbers_of_a_loss_are_used(name, numbers):
     logp = batch.logp.clone().requires_grad_()
     arguments = {ours.get(number, number): value for number, value in numbers.items()} | keywords(name, batch)
     inputs = (batch.old_logp, batch.advantage, batch.mask, batch.cu_seqlens)
-    loss, _ = on_tensors(LOSSES[name].function)(logp, *inputs, lo, hi, **arguments)
+    loss, _ = on_tensors(FUNCTIONS[name])(logp, *inputs, lo, hi, **arguments)
     (grad,) = torch.autograd.grad((loss * batch.weight).sum(), logp)
     (want, want_grad), (usual, _) = (
         oracles.policy_loss(name, x.logp, x.old_logp, x.advantage, x.mask, x.cu_seqlens, lo, hi, selected=x.selected,

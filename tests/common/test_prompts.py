@@ -18,8 +18,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import sft
 from common.dataset.conversations import ConversationConfig, RowParser, load_conversations, pieces_of
-from common.dataset.rows import find_files
 from common.dataset.store import load_prompts
+from common.flags.data import find_files
 from common.prompts import DataConfig, PromptSampler
 from envs.runtime.conversation import ChatTemplate
 from envs.runtime.lengths import Lengths, letters_of

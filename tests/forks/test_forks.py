@@ -105,6 +105,21 @@ def test_the_lines_are_counted():
         assert num_added(diff) == numbers[number] + 2 * ("a flag" in before) + imports, text
 
 
+# --------------------------------------------------------------------------- a fork of an older grpo.py
+
+def test_a_fork_that_imports_torch_first(start):
+    """Its command line is checked after the imports, and it trains as grpo.py does."""
+    flags = [*UNSAVED, "--total-steps", "1"]
+    ours, theirs = (metrics_of(start(fork, *flags))[0] for fork in ("", "older"))
+    assert ours["actor/grad_norm"] == theirs["actor/grad_norm"] > 0
+    for wrong, words in {"--modle": "did you mean --model", "--clip-low=2": "--clip-low 2.0 must be in [0, 1]",
+                         "--seed=-1": "--seed -1 must be at least 0", "--eval-n=8": "--val-data",
+                         "--val-data=none.parquet": "none.parquet"}.items():
+        done = start("older", wrong, check=False)
+        assert done.returncode == 2, done.stderr
+        assert said_by(done).startswith("error: ") and words in said_by(done)
+
+
 # --------------------------------------------------------------------------- the forks of the document
 
 @pytest.fixture(scope="module")

@@ -262,15 +262,21 @@ def test_what_cannot_work_is_refused(change, message, flags, tmp_path):
 
 
 def test_a_reward_model_needs_the_engines_share_of_a_gpu(monkeypatch):
+    def passed(*arguments):
+        raise InterruptedError("what main does next")
+
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(async_grpo, "resolve_correction", passed)
     args = async_grpo.Args(model="m", train_data=("x",))
-    async_grpo.check(args)
+    with pytest.raises(InterruptedError):
+        async_grpo.main(args)
     args.reward_model.path = "rm"
     with pytest.raises(ValueError, match=r"--reward-model.path needs --rollout.gpu-mem"):
-        async_grpo.check(args)
+        async_grpo.main(args)
     args.rollout.gpu_memory_utilization = 0.6
-    async_grpo.check(args)
+    with pytest.raises(InterruptedError):
+        async_grpo.main(args)
 
 
 def test_throughput_is_that_of_a_rank_of_either_side(in_one_go):

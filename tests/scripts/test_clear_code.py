@@ -145,7 +145,7 @@ def count(text: str) -> dict[str, int]:
 ALLOWED: dict[str, dict[str, int]] = {
     "async_grpo.py": {"tuple": 1},
     "common/batch.py": {"comprehension": 1},
-    "common/presets/correction.py": {"tuple": 1},
+    "common/flags/correction.py": {"tuple": 1},
     "common/prompts.py": {"tuple": 1},
     "common/run.py": {"tuple": 1},
     "common/tracking/health.py": {"tuple": 1, "walrus": 1},

@@ -94,7 +94,7 @@ def test_two_real_steps_with_vllm(request, small_val, tmp_path, script, model, f
 STALE = """
 import grpo
 from common.engine.hf import HFEngine
-from tools.flags import run_script
+from tools.command_line import run_script
 
 load, times = HFEngine._load, []
 

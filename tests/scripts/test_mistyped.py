@@ -1,24 +1,27 @@
 """Mistyped commands: one or two lines with the value, the rule and the flag, before torch is imported."""
 
+import ast
 import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 
 import pytest
 
+import grpo
 from tests.checkpoint.faulty import python_path
 from tests.conftest import MODEL, ROOT, launch
 from tests.scripts.mistyped import EARLY, parts, prepare
 from tests.scripts.test_style import ALONE, OFFLINE, SCRIPTS
-from tools.command_line import check_command, definitions, in_one_line, keep_compiled_code_at_home
+from tools.command_line import check_command, in_one_line, keep_compiled_code_at_home, run_script
 
-# What `python SCRIPT` does first, once for each command, in a fork of a process that has imported neither torch nor
-# transformers. Of the hub's name, no network answers here or in CI.
-SERVER = """
-import json, os, sys
+HEAVY = ("torch", "transformers", "vllm")
+# `python SCRIPT`, once for each command, in a fork of a process that has imported what scripts import first, which is
+# neither torch nor transformers. Of the hub's name, no network answers here or in CI.
+SERVER = f"""
+import json, os, runpy, sys
 import tools.command_line
-from pathlib import Path
 
 for script, *arguments, environment in json.load(sys.stdin):
     ours, theirs = os.pipe()
@@ -27,23 +30,27 @@ for script, *arguments, environment in json.load(sys.stdin):
         sys.argv, code = [script, *arguments], 0
         os.environ.update(environment)
         try:
-            tools.command_line.check_command(Path(script).resolve())
+            runpy.run_path(script, run_name="__main__")
         except BaseException as end:
-            code = end.code if isinstance(end, SystemExit) else f"{type(end).__name__}: {end}"
-        heavy = [name for name in sorted(tools.command_line.HEAVY) if name in sys.modules]
-        os.write(2, f"\\n{json.dumps([code, heavy])}".encode())
+            code = end.code if isinstance(end, SystemExit) else f"{{type(end).__name__}}: {{end}}"
+        heavy = [name for name in {HEAVY} if name in sys.modules]
+        os.write(2, f"\\n{{json.dumps([code, heavy])}}".encode())
         os._exit(0)
     os.close(theirs)
     print(json.dumps(os.fdopen(ours).read()), flush=True)
     os.wait()
 """
+NO_TORCH = "raise SystemExit('torch was imported')\n"
+"""A file torch.py: a script that has checked its command ends with these words."""
 
 
-def answers(commands: list[list]) -> list[tuple[str, int, list[str]]]:
-    """What each command said, its exit code, and which of the packages that take long it imported."""
+def answers(commands: list[list], before: str = "") -> list[tuple[str, int | str, list[str]]]:
+    """What each command said, its exit code, and which of the packages that take long it imported. `before`: a folder
+    in which modules are found first."""
     environment = {name: value for name, value in os.environ.items() if name not in ("HF_HUB_OFFLINE", "WORLD_SIZE")}
-    done = subprocess.run([sys.executable, "-c", SERVER], cwd=ROOT, env=environment | {"PYTHONPATH": python_path(ROOT)},
-                          input=json.dumps(commands), capture_output=True, text=True, check=True)
+    environment["PYTHONPATH"] = f"{before}:{python_path(ROOT)}" if before else python_path(ROOT)
+    done = subprocess.run([sys.executable, "-c", SERVER], cwd=ROOT, env=environment, input=json.dumps(commands),
+                          capture_output=True, text=True, check=True)
     found = []
     for line in done.stdout.splitlines():
         said, _, end = json.loads(line).rpartition("\n")
@@ -82,6 +89,7 @@ GOOD = {
 def test_a_good_command_passes_without_torch(tmp_path, smollm):
     """Of every script, and of a fork in another folder that has a flag and a check of its own."""
     assert set(GOOD) == {*SCRIPTS, *OFFLINE, *ALONE}
+    (tmp_path / "torch.py").write_text(NO_TORCH)
     prepare(tmp_path)
     fork = tmp_path / "mine.py"
     text = (ROOT / "grpo.py").read_text().replace("    # the objective\n", "    mine: Literal['a', 'b'] = LIST[0]\n", 1)
@@ -94,14 +102,15 @@ def test_a_good_command_passes_without_torch(tmp_path, smollm):
         ranks = {"WORLD_SIZE": "2"} if script == "async_grpo.py" else {}
         commands.append([str(ROOT / script), "--model", str(MODEL), *flags, *own, ranks])
     commands.append([str(fork), "--model", str(MODEL), "--train-data", *data, "--mine", "c", {}])
-    *good, bad = answers(commands)
-    assert good == [("", 0, [])] * len(good)
+    *good, bad = answers(commands, str(tmp_path))
+    assert good == [("", "torch was imported", [])] * len(good)
     assert bad[0].startswith("error: invalid choice 'c' for argument '--mine'") and bad[1] == 2
 
 
 def test_the_scripts_check_before_they_import(tmp_path):
-    """With a torch that cannot be imported, a mistake still has its line, and without one torch is what fails."""
-    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')\n")
+    """Each in a process of its own: with a torch that cannot be imported, a mistake still has its line, and without one
+    torch is what fails."""
+    (tmp_path / "torch.py").write_text(NO_TORCH)
     prepare(tmp_path)
     start = f"import sys, runpy; sys.path[:0] = [{str(tmp_path)!r}]; script = sys.argv[0] = sys.argv.pop(1); "
     start += "runpy.run_path(script, run_name='__main__')"
@@ -113,39 +122,52 @@ def test_the_scripts_check_before_they_import(tmp_path):
     assert done.stderr.strip() == "torch was imported"
 
 
-def test_a_check_that_needs_torch_is_left_to_the_script(tmp_path):
-    """Definitions never import it: neither at once nor below an `if`."""
-    file = tmp_path / "some.py"
-    file.write_text("import os\nif os.sep:\n    import torch\nsize = 1\nsize = size + len(os.sep)\n"
-                    "def used():\n    return torch.zeros(size)\n")
-    found = definitions(file)
-    assert found["size"] == 2 and found["used"].__globals__["size"] == 2
-    with pytest.raises(Exception, match="torch") as refused:
-        found["used"]()
-    assert type(refused.value).__name__ == "NeedsModels"
-    with pytest.raises(AttributeError, match="nothing"):
-        found.module.nothing  # noqa: B018
+def test_flags_and_their_checks_import_no_torch():
+    """All modules that a script imports before its command line is checked, and the whole package of flags."""
+    modules = {"tools.command_line", "tools.flag_checks", "tools.flags", "tools.model_name"}
+    modules |= {f"common.flags.{file.stem}" for file in (ROOT / "common/flags").glob("[a-z]*.py")}
+    for script in [*GOOD, "tools/play.py"]:
+        before = (ROOT / script).read_text().partition('if __name__ == "__main__":')[0]
+        for node in ast.parse(before).body:
+            if isinstance(node, ast.ImportFrom) and node.module.partition(".")[0] in ("common", "variants", "rewards"):
+                modules.add(node.module)
+    assert len(modules) > 15 and {"variants.settings", "rewards.runtime.pool", "common.flags.run"} <= modules
+    code = f"import importlib, sys\nfor name in {sorted(modules)}:\n    importlib.import_module(name)\n" \
+           f"print([name for name in {HEAVY} if name in sys.modules])"
+    assert launch("-c", code).stdout.strip() == "[]"
 
 
-def test_nothing_of_the_check_stays(tmp_path):
-    """pickle asks all modules for the name of an object that names no module. torch.compile does, in vLLM on a GPU."""
-    prepare(tmp_path)
-    code = "import pickle, sys; from pathlib import Path; from tools.command_line import check_command\n" \
-           "script = Path(sys.argv[1]).resolve(); del sys.argv[0]; check_command(script); thing = object()\n" \
-           "print(pickle.whichmodule(thing, 'torch'), [x for x in sys.modules if x.startswith('definitions')])"
-    flags = ["--model", MODEL, "--train-data", tmp_path / "data.jsonl", "--reward.function", "tools/try_script.py"]
-    for script in ("grpo.py", "tools/report.py"):  # the latter is no script of this kind
-        done = launch("-c", code, script, *flags, check=False)
-        assert done.stdout.split() == ["__main__", "[]"], done.stderr
+def test_a_forks_own_exit_keeps_its_words(monkeypatch, capsys):
+    @dataclass
+    class Args:
+        run_dir: str = "."
 
+    def check(args):
+        sys.exit("mine")
 
-def test_a_forks_own_exit_keeps_its_words(tmp_path, monkeypatch):
-    file = tmp_path / "fork.py"
-    file.write_text("import sys\nfrom dataclasses import dataclass\nfrom tools.command_line import run_script\n"
-                    "@dataclass\nclass Args:\n    run_dir: str = '.'\ndef check(args):\n    sys.exit('mine')\n")
-    monkeypatch.setattr(sys, "argv", [str(file)])
+    monkeypatch.setattr(sys, "argv", ["fork.py"])
     with pytest.raises(SystemExit, match=r"^mine$"):
-        check_command(file)
+        check_command(Args, check, "")
+    assert capsys.readouterr().err == ""
+
+
+def test_both_calls_refuse_the_same(tmp_path, smollm, monkeypatch, capsys):
+    """A fork without the early call is refused by `run_script`, before its `main`."""
+    prepare(tmp_path)
+    good = ["grpo.py", "--model", str(MODEL), "--train-data", str(tmp_path / "data.jsonl")]
+    for wrong, word in {"--modle": "--model", "--seed=-1": "at least 0", "--eval-n=8": "--val-data",
+                        "--rollout.top-p=2": "(0, 1]", "--reward.function=no.py:f": "no.py",
+                        "--policy.replicas=2": "1 ranks"}.items():
+        monkeypatch.setattr(sys, "argv", [*good, wrong])
+        said = []
+        for call in (check_command, run_script):
+            function = pytest.fail
+            arguments = (grpo.Args, function) if call is check_command else (function, grpo.Args)
+            with pytest.raises(SystemExit) as stop:
+                call(*arguments, grpo.__doc__)
+            assert stop.value.code == 2
+            said.append(capsys.readouterr().err)
+        assert said[0] == said[1] and word in said[0] and said[0].count("\n") == 1, said
 
 
 def test_a_framed_message_in_one_line():

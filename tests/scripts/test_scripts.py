@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassificat
 
 import dapo
 import grpo
+import ppo
 import rloo
 from common.batch import Batch
 from common.correction import CorrectionConfig, resolve_correction
@@ -466,7 +467,6 @@ def test_a_warm_up_of_the_critic_ends_before_the_run(tiny_llama, small_train, tm
     ("grpo_variants", ["--loss", "gspo", "--clip-dual", "3"], "--clip-dual 3.0: the loss gspo has no such bound"),
     ("ppo", ["--lam", "1.5"], r"--lam 1.5 must be in \[0, 1\]"),
     ("ppo", ["--gamma", "-0.1"], r"--gamma -0.1 must be in \[0, 1\]"),
-    ("ppo", ["--critic-model", "/no/critic"], "/no/critic holds no config.json: --critic-model must be"),
     ("ppo", ["--minibatches-per-step", "5"], r"12 responses a step .* must be a multiple of --minibatches-per-step 5"),
     ("grpo", ["--minibatches-per-step", "5"], r"12 responses a step .* must be a multiple of --minibatches-per-step 5"),
     ("grpo", ["--total-steps", "0"], "--total-steps 0 must be at least 1"),
@@ -485,6 +485,13 @@ def test_bad_flags_are_refused_before_a_model_is_loaded(tiny_llama, script, flag
     args = tyro.cli(module.Args, args=["--model", tiny_llama, "--train-data", "/no/such.parquet", *BASE, *flags])
     with pytest.raises(ValueError, match=message):
         module.check(args)
+
+
+def test_a_critic_that_is_no_model_is_refused(tiny_llama):
+    """At the beginning of `main`: its config is read by transformers."""
+    args = ppo.Args(model=tiny_llama, train_data=("x",), critic_model="/no/critic")
+    with pytest.raises(ValueError, match=r"^/no/critic holds no config.json: --critic-model must be"):
+        ppo.main(args)
 
 
 @pytest.mark.parametrize("script", ["grpo", "dapo", "ppo", "online_dpo"])

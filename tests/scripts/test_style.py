@@ -189,25 +189,25 @@ def test_every_flag_is_read():
 
 def test_a_flag_that_nobody_reads_is_found():
     never = '    never: int = 0\n    """No one."""\n'
-    run, training = "common/run.py", "common/training.py"
-    for file, name, bases in (("grpo.py", "Args", "(RunArgs)"), (run, "RunArgs", "(TrainArgs)"),
-                              (training, "TrainArgs", "")):
+    run, training, shared = "common/run.py", "common/training.py", "common/flags/run.py"
+    for file, name, bases in (("grpo.py", "Args", "(RunArgs)"), (shared, "RunArgs", "(TrainArgs)"),
+                              (shared, "TrainArgs", "")):
         head = f"class {name}{bases}:\n"
         assert head in SOURCES[file]
         source = SOURCES[file].replace(head, head + never, 1)
         assert Flags(SOURCES | {file: source}).unread() == [f"{file} {name}.never"]
     source = SOURCES[run].replace("args.eval_n", "0")                   # read by `Run` alone, for all scripts
-    assert Flags(SOURCES | {run: source}).unread() == [f"{run} RunArgs.eval_n"]
+    assert Flags(SOURCES | {run: source}).unread() == [f"{shared} RunArgs.eval_n"]
     source = SOURCES[training].replace("self.args.eval_every", "0")
-    assert Flags(SOURCES | {training: source}).unread() == [f"{training} TrainArgs.eval_every"]
+    assert Flags(SOURCES | {training: source}).unread() == [f"{shared} TrainArgs.eval_every"]
     sources = {file: text.replace("args.run_dir", "''") for file, text in SOURCES.items()}
     # scripts declare it again: still one flag, but evaluate.py's, which does not train
-    assert Flags(sources).unread() == [f"{EVALUATE} Args.run_dir", f"{training} TrainArgs.run_dir"]
+    assert Flags(sources).unread() == [f"{EVALUATE} Args.run_dir", f"{shared} TrainArgs.run_dir"]
     source = SOURCES["common/optim.py"].replace("config.warmup_steps", "0")     # declared in another file
-    unread = ["common/model/optimizers.py OptimConfig.warmup_steps"]
+    unread = ["common/flags/model.py OptimConfig.warmup_steps"]
     assert Flags(SOURCES | {"common/optim.py": source}).unread() == unread
     sources = {file: text.replace("args.save.dtype", "0") for file, text in SOURCES.items()}
-    assert Flags(sources).unread() == ["common/checkpoint/config.py SaveConfig.dtype"]
+    assert Flags(sources).unread() == ["common/flags/record.py SaveConfig.dtype"]
     pool = "rewards/runtime/pool.py"
     source = SOURCES[pool].replace("max_error_frac: float = 0.5):", "other: float = 0.5):")
     assert Flags(SOURCES | {pool: source}).unread() == [f"{pool} RewardConfig.max_error_frac"]
@@ -215,7 +215,7 @@ def test_a_flag_that_nobody_reads_is_found():
 
 def test_every_flag_has_its_help():
     assert Flags(SOURCES).undocumented() == []
-    file = "common/model/optimizers.py"
+    file = "common/flags/model.py"
     source = re.sub(r' +"""Peak learning rate\b.*\n', "", SOURCES[file], count=1)
     assert Flags({file: source}).undocumented() == [f"{file} OptimConfig.lr"]
 
@@ -258,7 +258,8 @@ def test_shared_flags_have_one_meaning(one, other):
 def test_an_inherited_flag_keeps_its_meaning(script):
     """A script declares a flag of `TrainArgs` or `RunArgs` again only to change its default."""
     ours = help_of(SOURCES[script])
-    theirs = help_of(COMMON["common/training.py"], "TrainArgs") | help_of(COMMON["common/run.py"], "RunArgs")
+    shared = COMMON["common/flags/run.py"]
+    theirs = help_of(shared, "TrainArgs") | help_of(shared, "RunArgs")
     again = [name for name in ours if name in theirs]
     assert "run_dir" in again
     assert {name: ours[name] for name in again} == {name: theirs[name] for name in again}
@@ -356,7 +357,7 @@ def test_what_scripts_share_is_the_same_to_the_character():
         at_the_margin = {textwrap.dedent(code) for script in SCRIPTS for code in found[script][start]}
         assert len(at_the_margin) == 1, at_the_margin
     everything = [*SCRIPTS.values(), *OFFLINE.values(), *ALONE.values()]
-    assert len({text[text.index('if __name__ == "__main__":'):] for text in everything}) == 1
+    assert len({text[text.rindex('if __name__ == "__main__":'):] for text in everything}) == 1
 
 
 def same_code(text: str) -> dict[str, str]:
@@ -567,7 +568,7 @@ def test_an_import_circle_is_found():
 # them need each other. Scripts are above all, rewards/ and envs/ import nothing of common/.
 LAYERS = ["run", "training", "rollouts", "episodes", "tracking", "checkpoint", "engine", "dataset", "losses",
           "correction", "rollout", "optim", "memory", "model", "forward", "kernels", "packing", "prompts", "metrics",
-          "segments", "parallel", "batch", "layout", "presets", "source", "flags"]
+          "segments", "parallel", "batch", "layout", "source", "flags"]
 
 
 def unit_of(module: str) -> str:

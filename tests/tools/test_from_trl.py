@@ -17,7 +17,7 @@ from tests import oracles
 from tests.conftest import ROOT
 from tools import from_trl
 from tools.trl_options import KINDS, NEEDLESS, NO_SCRIPT, SAME, WITHOUT
-from variants.losses import Tokens
+from variants.losses import FUNCTIONS, Tokens
 
 SFT = '''"""
 # Full training
@@ -156,7 +156,7 @@ def test_gspo_has_the_mean_of_its_loss_type(loss_type, mean):
     cu, mask = torch.tensor([0, 1, 10, 14, 20], dtype=torch.int32), torch.ones(20, dtype=torch.bool)
     settings = grpo_variants.resolve_loss(args)
     tokens = Tokens(old + change, old, advantages.repeat_interleave(n), mask, cu)
-    loss, _ = settings.function(tokens, **settings.bounds)
+    loss, _ = FUNCTIONS[settings.name](tokens, **settings.bounds)
     found = {name: oracles.aggregate(loss.tolist(), mask.tolist(), cu.tolist(), name, args.rollout.max_response_length)
              for name in ("seq-mean-token-mean", settings.aggregation)}
     assert found[settings.aggregation] == pytest.approx(trls, rel=1e-12)

@@ -9,8 +9,8 @@ import subprocess
 import pytest
 import torch
 
+from common.flags.rollout import EpisodeConfig
 from common.rollout import Sample
-from envs.runtime.conversation import EpisodeConfig
 from envs.runtime.response import Response
 from tests.conftest import TRAIN, launch
 from tools.play import GREEN, described

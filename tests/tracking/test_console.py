@@ -16,7 +16,8 @@ import ppo
 from common.rollouts.validation import spread_rows
 from common.tracking.console import summary
 from tests.conftest import ROOT, launch
-from tools.flags import refuse_others_flags, run_script, without_nested
+from tools.command_line import run_script
+from tools.flags import read_flags, refuse_others_flags, without_nested
 
 
 def help_of(monkeypatch, capsys, flag: str, script=grpo) -> str:
@@ -38,10 +39,9 @@ def test_help_is_short_and_help_all_is_complete(monkeypatch, capsys):
 
 
 def test_flags_are_read_as_they_are_declared(monkeypatch):
-    given = []
     monkeypatch.setattr(sys, "argv", ["grpo.py", "--model", "m", "--train-data", "d", "--rollout.temperature", "0.5"])
-    run_script(given.append, grpo.Args, grpo.__doc__)
-    assert type(given[0]) is grpo.Args and given[0].rollout.temperature == 0.5
+    given = read_flags(grpo.Args, grpo.__doc__)
+    assert type(given) is grpo.Args and given.rollout.temperature == 0.5
     assert without_nested(grpo.Args)(model="m", train_data=("d",)).rollout == grpo.Args("m", ("d",)).rollout
 
 
@@ -88,7 +88,7 @@ def test_a_switch_of_another_script_and_a_script_that_cannot_be_read(monkeypatch
 @pytest.mark.parametrize(("flags", "said"), [
     (["--kl-loss-coef", "nan"], "--kl-loss-coef nan"),
     (["--rollout.max-probe-diff", "NaN"], "--rollout.max-probe-diff nan"),
-    (["--optim.betas", "0.9", "nan"], ""),                              # tyro's own box: the flag's own check is first
+    (["--optim.betas", "0.9", "nan"], ""),                              # tyro's words: the flag's own check is first
     (["--reward.weights", "1", "nan"], r"--reward.weights \[1.0, nan\]"),
     (["--loss-numbers", "tau_pos", "nan"], r"--loss-numbers.tau-pos nan"),
 ])
@@ -103,25 +103,23 @@ def test_flags_that_are_no_number_are_refused(flags, said, monkeypatch, capsys):
 
 
 def test_infinite_flags_may_be_meant(monkeypatch):
-    given = []
     monkeypatch.setattr(sys, "argv", ["grpo.py", "--model", "m", "--train-data", "d", "--clip-high", "inf"])
-    run_script(given.append, grpo.Args, grpo.__doc__)
-    assert given[0].clip_high == math.inf
+    assert read_flags(grpo.Args, grpo.__doc__).clip_high == math.inf
 
 
-def test_an_error_of_a_library_keeps_its_traceback(monkeypatch, capsys):
+def test_an_error_of_a_library_keeps_its_traceback(tiny_llama, small_train, monkeypatch, capsys):
     """Its message names no flag; the last frame alone says whose error it is."""
-    monkeypatch.setattr(sys, "argv", ["grpo.py", "--model", "m", "--train-data", "d"])
+    monkeypatch.setattr(sys, "argv", ["grpo.py", "--model", tiny_llama, "--train-data", small_train])
     with pytest.raises(statistics.StatisticsError):
         run_script(lambda args: statistics.mean([]), grpo.Args, grpo.__doc__)
     assert capsys.readouterr().err == ""
 
 
-def test_a_full_disk_is_one_line(monkeypatch, capsys):
+def test_a_full_disk_is_one_line(tiny_llama, small_train, monkeypatch, capsys):
     def main(args):
         raise OSError(errno.ENOSPC, "No space left on device", "runs/a/metrics.jsonl")
 
-    monkeypatch.setattr(sys, "argv", ["grpo.py", "--model", "m", "--train-data", "d"])
+    monkeypatch.setattr(sys, "argv", ["grpo.py", "--model", tiny_llama, "--train-data", small_train])
     with pytest.raises(SystemExit) as stop:
         run_script(main, grpo.Args, grpo.__doc__)
     said = "error: the disk is full: [Errno 28] No space left on device: 'runs/a/metrics.jsonl'\n"

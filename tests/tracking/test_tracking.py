@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from common.dataset.rows import find_files
+from common.flags.data import find_files
 from common.metrics import Meter, Timer, spread
 from common.parallel.ranks import World, print_on_main
 from common.tracking import console

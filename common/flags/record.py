@@ -1,11 +1,13 @@
-"""The flags of checkpoints, --save.*: when they are written, which stay, what a run starts from."""
+"""The flags of what a run writes: checkpoints, --save.*, and metrics and responses, --log.*"""
 
+import importlib.util
+import os
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import tyro
 
-from common.parallel.ranks import check_at_least
+from common.flags.rules import check_at_least
 
 
 @dataclass
@@ -43,3 +45,29 @@ class SaveConfig:
         check_at_least(1, {"--save.keep": self.keep})
         if self.best_metric and not self.keep_best:
             raise ValueError(f"--save.best-metric {self.best_metric} needs --save.keep-best")
+
+
+@dataclass
+class LogConfig:
+    to: tuple[Literal["wandb", "tensorboard"], ...] = ()
+    """Where metrics go in addition to the console and metrics.jsonl. wandb: without an account set
+    WANDB_MODE=offline. tensorboard: into RUN_DIR/tensorboard."""
+    wandb_project: str = "rl"
+    """Weights & Biases project. Needs --log.to wandb."""
+    rollouts_every: int = 5
+    """Steps between files of responses, RUN_DIR/rollouts/step_000005.parquet. The first step and each validation
+    (val_000010.parquet) have a file too. 0: no files."""
+    rollouts_max: int = 64
+    """Most responses in such a file: the step's first whole groups, at least one. Needs --log.rollouts-every."""
+
+    def __post_init__(self):
+        check_at_least(0, {"--log.rollouts-every": self.rollouts_every})
+        check_at_least(1, {"--log.rollouts-max": self.rollouts_max})
+        for package in self.to:
+            if importlib.util.find_spec(package) is None:
+                raise ValueError(f"--log.to {package} needs the package {package}: pip install {package}")
+        if "wandb" in self.to and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
+            import wandb
+
+            if not wandb.login(prompt=False):
+                raise ValueError("--log.to wandb finds no account: set WANDB_API_KEY, or WANDB_MODE=offline")
