@@ -103,7 +103,7 @@ def open_workspace(task: dict[str, Any]) -> Jail | Container:
     return Jail(pack_files(task["repo"]))
 
 
-def make_tools(do: Do, timeout_s: float) -> list[Callable[..., Awaitable[str]]]:
+def make_tools(do: Do, timeout_s: float) -> list[Callable]:
     """What the model may call. `timeout_s`: of a shell command."""
 
     async def bash(command: str) -> str:
@@ -152,7 +152,7 @@ def make_tools(do: Do, timeout_s: float) -> list[Callable[..., Awaitable[str]]]:
         result = await do({"kind": "replace", "path": path, "old": old, "new": new})
         return result.get("error") or result["output"] or "replaced"
 
-    made = [bash, read_file, write_file, replace_text]
+    made: list[Callable] = [bash, read_file, write_file, replace_text]
     for tool in made:
         tool.limits = PLACES
     return made

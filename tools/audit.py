@@ -80,7 +80,7 @@ class Speaker(Engine):
         self.waiting: list[tuple[int, Response]] = []
 
     def add(self, request: int, prompt: Sequence[int], seed: int | None, sampling: SamplingConfig,
-            images: Any = None) -> None:
+            images: Any = None, schema: Any = None) -> None:
         tokens = self.replies.get(seed, []) if seed is not None else []
         tokens = (tokens or self.stop_token_ids[:1])[: sampling.max_response_length]
         stops = {*self.stop_token_ids, *sampling.stop_token_ids}

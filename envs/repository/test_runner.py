@@ -48,7 +48,7 @@ def run_pytest(arguments):
 
 def run_unittest(arguments):
     sys.path[0] = os.getcwd()
-    runner = unittest.TextTestRunner(verbosity=2, resultclass=Result)
+    runner = unittest.TextTestRunner(verbosity=2, resultclass=Result)  # type: ignore[arg-type]
     program = unittest.main(module=None, argv=["python -m unittest", *arguments], testRunner=runner, exit=False)
     return int(not program.result.wasSuccessful())
 
