@@ -25,11 +25,13 @@ from envs.endpoint import anthropic_messages, chat_completions, responses
 from envs.endpoint.asked import Answer, ApiError, Asked, Key, Message, key_of, read_pictures
 from envs.endpoint.connections import Connections
 from envs.endpoint.http import Http, as_event, as_object, body_of, model_of
+from envs.endpoint.tools import is_readable, stub_of
 
 FORMS: dict[str, ModuleType] = {
     "/v1/chat/completions": chat_completions, "/v1/responses": responses, "/v1/messages": anthropic_messages,
 }
 AZURE_PLACES = ("/openai{}", "/openai/v1{}", "/openai/deployments/{{deployment}}{}")
+CLEANUP_S = 0.8  # the trainer kills an episode GRACE_S after its deadline (envs/runtime/processes.py)
 MAX_BODY = 2**26  # bytes of a request, which has all pictures of its conversation
 COUNTS = {
     "requests": "all of them",
@@ -72,16 +74,19 @@ class Exchange:
 class Endpoint:
     """`async with Endpoint(chat, models) as endpoint`: serves the model of `chat` while the block runs."""
 
-    def __init__(self, chat: Any, models: Mapping[str, str], keeps_temperature: bool = False, key: str = ""):
+    def __init__(self, chat: Any, models: Mapping[str, str], keeps_temperature: bool = False, key: str = "",
+                 on_refusal: Callable[[str], None] | None = None):
         """`models`: names under which clients may ask for the model -> the role of what is then sampled.
         `keeps_temperature`: sample with the temperature that a request asks for; what is sampled with another one than
-        the run's is not trained. `key`: one that is taken beside the episode's own."""
+        the run's is not trained. `key`: one that is taken beside the episode's own. `on_refusal` is called before a
+        request that finds no turn or no room left is answered, with the error's code."""
         self.chat = chat
         self.models = models
         self.keeps_temperature = keeps_temperature
         self.token = secrets.token_urlsafe(32)
         self.keys = [known.encode() for known in (self.token, key) if known]
         self.counts = dict.fromkeys(COUNTS, 0)
+        self.on_refusal = on_refusal
         self.has_ended = False
         self.failure: asyncio.Future = asyncio.get_running_loop().create_future()
         self.conversations: list[Conversation] = []
@@ -108,12 +113,17 @@ class Endpoint:
 
     async def run(self, agent: Awaitable) -> Any:
         """What the agent returns. Replies that are being sampled as it ends are waited for, and kept. Raises what made
-        the episode impossible, if something did."""
+        the episode impossible, if something did. Then, and where the episode's time is up, the agent is cancelled, and
+        has CLEANUP_S for what it does at its end."""
         task = asyncio.ensure_future(agent)
-        await asyncio.wait([task, self.failure], return_when=asyncio.FIRST_COMPLETED)
-        self.has_ended = True
+        try:
+            await asyncio.wait([task, self.failure], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self.has_ended = True
+            if not task.done():
+                task.cancel()
+                await asyncio.wait([task], timeout=CLEANUP_S)
         if self.failure.done():
-            task.cancel()
             raise self.failure.exception()
         answers = [exchange.answer for exchanges in self.exchanges.values() for exchange in exchanges]
         await asyncio.gather(*answers, return_exceptions=True)
@@ -274,7 +284,10 @@ class Endpoint:
             conversation.is_busy = False
         self.counts["truncated"] += chat.finish_reason == "length"
         if text is None:
-            raise refusal_of(chat.finish_reason)
+            refusal = refusal_of(chat.finish_reason)
+            if self.on_refusal is not None:
+                self.on_refusal(refusal.code)
+            raise refusal
         if not num_seen:
             self.counts["conversations"] += 1
             self.conversations.append(conversation)
@@ -299,26 +312,6 @@ class Endpoint:
             [{"id": id} | call for id, call in zip(ids, read)], chat.finish_reason == "length" and not stop, stop,
             *chat.usage,
         )
-
-
-def stub_of(tool: dict[str, Any]) -> Callable:
-    """A tool that the client runs, for the chat: its name and schema."""
-
-    def stub() -> None:
-        raise NotImplementedError("the client runs its tools")
-
-    stub.__name__, stub.schema = tool["function"]["name"], tool
-    return stub
-
-
-def is_readable(call: dict[str, Any]) -> bool:
-    """Whether it is a call with an object of arguments, as all clients need."""
-    if call.get("error"):
-        return False
-    try:
-        return isinstance(json.loads(call["arguments"]), dict)
-    except (json.JSONDecodeError, RecursionError):
-        return False
 
 
 def without_instructions(asked: Asked) -> list[Message]:
