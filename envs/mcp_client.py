@@ -13,7 +13,7 @@ import shlex
 from collections.abc import Callable
 
 try:
-    from mcp import Client, StdioServerParameters, Tool, types
+    from mcp import Client, StdioServerParameters, Tool, stdio_client, types
 except ImportError as error:                                # mcp 1 has no Client
     raise ValueError(f"--rollout.episode envs/mcp_client.py: mcp 2 is not installed ({error}); run `pip install "
                      f"mcp==2.3.0`") from None
@@ -28,7 +28,7 @@ async def episode(chat, row):
     command, *arguments = shlex.split(SERVER)
     is_url = command.startswith(("http://", "https://"))
     process = StdioServerParameters(command=command, args=arguments, env={"TMPDIR": os.environ["TMPDIR"]})
-    server = command if is_url else process
+    server = command if is_url else stdio_client(process)  # mcp before 2.3 takes no bare process
     async with Client(server) as client:
         chat.tools = [tool_of(client, tool) for tool in await tools_of(client)]
         text = await chat.reply()

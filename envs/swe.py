@@ -152,7 +152,7 @@ def make_tools(do: Do, timeout_s: float) -> list[Callable]:
         result = await do({"kind": "replace", "path": path, "old": old, "new": new})
         return result.get("error") or result["output"] or "replaced"
 
-    made: list[Callable] = [bash, read_file, write_file, replace_text]
+    made: list[Any] = [bash, read_file, write_file, replace_text]
     for tool in made:
         tool.limits = PLACES
     return made

@@ -12,7 +12,6 @@ import hashlib
 import hmac
 import json
 import secrets
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -22,15 +21,18 @@ from typing import Any
 from aiohttp import web
 
 from envs.endpoint import anthropic_messages, chat_completions, responses
+from envs.endpoint.answers import answer_of, refusal_of
 from envs.endpoint.asked import Answer, ApiError, Asked, Key, Message, key_of, read_pictures
 from envs.endpoint.connections import Connections
 from envs.endpoint.http import Http, as_event, as_object, body_of, model_of
-from envs.endpoint.structured import is_json, told_of, with_text
+from envs.endpoint.structured import told_of, with_text
+from envs.endpoint.tools import stub_of
 
 FORMS: dict[str, ModuleType] = {
     "/v1/chat/completions": chat_completions, "/v1/responses": responses, "/v1/messages": anthropic_messages,
 }
 AZURE_PLACES = ("/openai{}", "/openai/v1{}", "/openai/deployments/{{deployment}}{}")
+CLEANUP_S = 0.8  # the trainer kills an episode GRACE_S after its deadline (envs/runtime/processes.py)
 MAX_BODY = 2**26  # bytes of a request, which has all pictures of its conversation
 COUNTS = {
     "requests": "all of them",
@@ -77,11 +79,12 @@ class Endpoint:
     """`async with Endpoint(chat, models) as endpoint`: serves the model of `chat` while the block runs."""
 
     def __init__(self, chat: Any, models: Mapping[str, str], keeps_temperature: bool = False, key: str = "",
-                 constrains: bool = False):
+                 constrains: bool = False, on_refusal: Callable[[str], None] | None = None):
         """`models`: names under which clients may ask for the model -> the role of what is then sampled.
         `keeps_temperature`: sample with the temperature that a request asks for; what is sampled with another one than
         the run's is not trained. `key`: one that is taken beside the episode's own. `constrains`: sample under a
-        grammar of the schema that a request asks for, instead of writing it into the prompt."""
+        grammar of the schema that a request asks for, instead of writing it into the prompt. `on_refusal` is called
+        before a request that finds no turn or no room left is answered, with the error's code."""
         self.chat = chat
         self.models = models
         self.keeps_temperature = keeps_temperature
@@ -89,6 +92,7 @@ class Endpoint:
         self.token = secrets.token_urlsafe(32)
         self.keys = [known.encode() for known in (self.token, key) if known]
         self.counts = dict.fromkeys(COUNTS, 0)
+        self.on_refusal = on_refusal
         self.has_ended = False
         self.failure: asyncio.Future = asyncio.get_running_loop().create_future()
         self.conversations: list[Conversation] = []
@@ -115,12 +119,17 @@ class Endpoint:
 
     async def run(self, agent: Awaitable) -> Any:
         """What the agent returns. Replies that are being sampled as it ends are waited for, and kept. Raises what made
-        the episode impossible, if something did."""
+        the episode impossible, if something did. Then, and where the episode's time is up, the agent is cancelled, and
+        has CLEANUP_S for what it does at its end."""
         task = asyncio.ensure_future(agent)
-        await asyncio.wait([task, self.failure], return_when=asyncio.FIRST_COMPLETED)
-        self.has_ended = True
+        try:
+            await asyncio.wait([task, self.failure], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self.has_ended = True
+            if not task.done():
+                task.cancel()
+                await asyncio.wait([task], timeout=CLEANUP_S)
         if self.failure.done():
-            task.cancel()
             raise self.failure.exception()
         answers = [exchange.answer for exchanges in self.exchanges.values() for exchange in exchanges]
         await asyncio.gather(*answers, return_exceptions=True)
@@ -289,67 +298,21 @@ class Endpoint:
             conversation.is_busy = False
         self.counts["truncated"] += chat.finish_reason == "length"
         if text is None:
-            raise refusal_of(chat.finish_reason)
+            refusal = refusal_of(chat.finish_reason)
+            if self.on_refusal is not None:
+                self.on_refusal(refusal.code)
+            raise refusal
         if not num_seen:
             self.counts["conversations"] += 1
             self.conversations.append(conversation)
         conversation.told = told or conversation.told
-        answer = self.answer_of(chat, text, asked, name)
+        answer, num_unread = answer_of(chat, text, asked, name, self.counts)
+        self.chat.num_tool_calls += len(answer.calls) + num_unread
+        self.chat.num_tool_errors += num_unread
         conversation.seen = [*keys, key_of(answer.message())]
         return answer
-
-    def answer_of(self, chat: Any, text: str, asked: Asked, name: str) -> Answer:
-        calls = chat.tool_calls if asked.choice != "none" else []
-        self.chat.num_tool_calls += len(calls)
-        read = [call for call in calls if is_readable(call)]
-        self.chat.num_tool_errors += len(calls) - len(read)
-        # templates of Mistral's take ids of nine letters or digits
-        ids = [hashlib.sha256(f"{name} {i}".encode()).hexdigest()[:9] for i in range(len(read))]
-        is_called = bool(read)
-        if asked.called:
-            is_called = asked.called in [call["name"] for call in read]
-        self.counts["not_called"] += asked.choice == "required" and not is_called
-        has_calls_in_text = chat.tool_calls and not read  # which are shown if they are not read
-        content = text.rpartition("</think>")[2] if has_calls_in_text else chat.content
-        if asked.schema is not None and not read:
-            self.counts["unparsed"] += not is_json(content, asked.schema)
-        found = {stop: content.find(stop) for stop in asked.stop if stop in content}
-        stop = min(found, key=found.get, default="")
-        return Answer(
-            name, int(time.time()), content[: found[stop]] if stop else content,
-            [{"id": id} | call for id, call in zip(ids, read)], chat.finish_reason == "length" and not stop, stop,
-            *chat.usage,
-        )
-
-
-def stub_of(tool: dict[str, Any]) -> Callable:
-    """A tool that the client runs, for the chat: its name and schema."""
-
-    def stub() -> None:
-        raise NotImplementedError("the client runs its tools")
-
-    stub.__name__, stub.schema = tool["function"]["name"], tool
-    return stub
-
-
-def is_readable(call: dict[str, Any]) -> bool:
-    """Whether it is a call with an object of arguments, as all clients need."""
-    if call.get("error"):
-        return False
-    try:
-        return isinstance(json.loads(call["arguments"]), dict)
-    except (json.JSONDecodeError, RecursionError):
-        return False
 
 
 def without_instructions(asked: Asked) -> list[Message]:
     """A response's messages as previous_response_id gives them to the next request, which has its own instructions."""
     return asked.messages[1:] if asked.body.get("instructions") else asked.messages
-
-
-def refusal_of(reason: str) -> ApiError:
-    """The error of a request that gets no reply."""
-    if reason == "length":
-        return ApiError("prompt is too long: it exceeds the model's maximum context length, which here counts all "
-                        "tokens of the episode (--rollout.max-response-length)", code="context_length_exceeded")
-    return ApiError("the episode has no turn left (--rollout.max-turns)", code="turns_exceeded")

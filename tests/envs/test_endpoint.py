@@ -5,6 +5,7 @@ import base64
 import importlib.util
 import io
 import json
+import time
 from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
@@ -448,6 +449,46 @@ def test_what_the_model_cannot_do_ends_the_episode():
 
     with pytest.raises(ValueError, match="the chat template refuses"):
         serve(agent, model)
+
+
+def test_who_made_the_endpoint_hears_of_a_refusal_first():
+    """It can stop its agent before that sees the error."""
+    heard = []
+
+    async def run():
+        async with Endpoint(ScriptedChat(lambda messages: None), {"policy": ""}, on_refusal=heard.append) as endpoint:
+            async def agent():
+                async with client_of(endpoint) as client:
+                    try:
+                        await client.chat.completions.create(model="policy", messages=[user("Hello.")])
+                    except openai.BadRequestError as error:
+                        return [*heard, error.code]
+            return await endpoint.run(agent())
+
+    assert asyncio.run(run()) == ["context_length_exceeded"] * 2
+
+
+@pytest.mark.parametrize("ends_s", [0.1, 60.0])
+def test_an_episode_without_time_cancels_its_agent(ends_s):
+    """What the agent does at its end is waited for, but not for long."""
+    done = []
+
+    async def agent():
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(ends_s)
+            done.append("folder removed")
+
+    async def run():
+        async with Endpoint(ScriptedChat(counting), {"policy": ""}) as endpoint:
+            async with asyncio.timeout(0.2):
+                await endpoint.run(agent())
+
+    start = time.monotonic()
+    with pytest.raises(TimeoutError):
+        asyncio.run(asyncio.wait_for(run(), 30))
+    assert time.monotonic() - start < 10 and done == ["folder removed"] * (ends_s < 1)
 
 
 def test_after_the_end():

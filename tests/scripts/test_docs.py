@@ -32,7 +32,8 @@ WANDB.__spec__ = ModuleSpec("wandb", None)
 
 def shown(text: str) -> list[list[str]]:
     """The commands in a page's fenced blocks that have no language, in order, as words without comments."""
-    blocks = re.findall(r"^```(?:bash|sh)?\n(.*?)^```\n", text, flags=re.MULTILINE | re.DOTALL)
+    found = re.findall(r"^```(\w*)\n(.*?)^```\n", text, flags=re.MULTILINE | re.DOTALL)
+    blocks = [code for language, code in found if language in ("", "bash", "sh")]
     lines = re.sub(r"\\+\n\s*", " ", "".join(blocks)).splitlines()
     return [shlex.split(part, comments=True) for line in lines if OURS.search(line)
             for part in re.split(r" && (?=[^'\"]*$)", line)]
