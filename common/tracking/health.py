@@ -43,7 +43,12 @@ class HealthCheck:
         over("lengths", "response_length/clip_ratio", 0.5,
              "{:.0%} of the responses reach the longest length, their answers cut: raise "
              "--rollout.max-response-length, or the policy no longer ends its responses (read some)")
-        over("mismatch", "training/rollout_probs_diff_mean", 0.01,
+        compared = "training/rollout_probs_diff_mean"
+        if "rollout_corr/rollout_is_mean" in metrics:
+            # top-p, a grammar and older weights make other probabilities, and the weights correct for it; they change
+            # nothing in the probe
+            compared = "sync/probe_prob_diff"
+        over("mismatch", compared, 0.01,
              "engine and trainer differ by {:.3f} in the mean probability of a token, usual is under 0.01: stale "
              "weights if it jumped from one step to the next, else precision; correct for it (--correction.preset) or "
              "run both in float32 (--policy.compute-dtype float32)")

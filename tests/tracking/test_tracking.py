@@ -395,6 +395,14 @@ def test_each_failure_is_told_in_words(change, words):
         raise AssertionError(warning)
 
 
+def test_probabilities_that_weights_correct_for_are_no_mismatch():
+    """As those under top-p or a grammar. Stale weights are seen in the probe."""
+    weighted = HEALTHY | {"training/rollout_probs_diff_mean": 0.3, "rollout_corr/rollout_is_mean": 0.7}
+    assert HealthCheck().look(1, weighted) == HealthCheck().look(1, weighted | {"sync/probe_prob_diff": 0.001}) == []
+    (told,) = HealthCheck().look(1, weighted | {"sync/probe_prob_diff": 0.02})
+    assert "differ by 0.020 in the mean probability" in told
+
+
 @pytest.mark.parametrize(("advantages", "is_told"), [
     ({"critic/advantages/min": -1.2, "critic/advantages/max": 0.9}, False),     # of a critic: groups have one response
     ({"critic/advantages/min": -1.0, "critic/advantages/max": 0.0}, False),     # ReMax: greedy ones are better
