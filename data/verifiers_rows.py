@@ -1,47 +1,71 @@
-"""Rows of a `verifiers` environment for envs/verifiers_env.py: VERIFIERS_ENV=wordle python data/verifiers_rows.py
+"""Rows of a taskset of `verifiers` 0.4 for envs/verifiers_env.py: the first --num-train tasks, then --num-test.
 
-The environment variables VERIFIERS_ENV and VERIFIERS_ARGS name the environment, as in training. Its training data and
-its evaluation data are train.parquet and test.parquet; `extra_info.verifiers` of a row is the whole row as JSON.
+    VERIFIERS_ENV=bash.toml python data/verifiers_rows.py --out data/bash --num-train 500 --num-test 50
+
+The environment variable is that of the training. `extra_info.verifiers` of a row is the task's data as JSON, from which
+the training builds the task again: what loads the taskset (Harbor needs Python 3.12) is not needed there. Paths in it,
+such as those of Harbor's tasks, are of this machine.
 """
 
 import json
 import os
+import tomllib
+from collections.abc import Iterable
+from itertools import islice
+from pathlib import Path
+from typing import Any
 
 from verl_rows import make_row, parser, run, write
 
 
-def rows(dataset, name: str, split: str, most: int) -> list[dict]:
+def rows(tasks: Iterable, name: str, split: str) -> list[dict]:
     made = []
-    for index, row in enumerate(dataset):
-        if 0 <= most <= index:
-            break
-        texts = [message.get("content") for message in row["prompt"]]
-        if not all(isinstance(text, str) for text in texts):
-            raise ValueError(f"{split} row {index} of {name}: a prompt's contents must be texts, not {texts!r:.80}")
-        answer = str(row.get("answer") or "")
-        new = make_row(f"verifiers/{name}", "", answer, "verifiers", split, index, verifiers=json.dumps(row))
-        filled = [{key: value for key, value in message.items() if value is not None} for message in row["prompt"]]
-        made.append(new | {"prompt": filled})
+    for index, task in enumerate(tasks):
+        hidden = [field for field, info in type(task.data).model_fields.items() if info.exclude]
+        if hidden:
+            raise ValueError(f"tasks of {name} keep {', '.join(hidden)} out of their data: they cannot be built again")
+        if task.data.timeout.agent is not None:
+            raise ValueError(f"task {index} of {name} bounds the agent's seconds, the model's included: Harbor's "
+                             f"ignore_timeouts = true leaves that to --rollout.tool-timeout-s")
+        data = task.data.model_dump(mode="json")
+        made.append(make_row(f"verifiers/{name}", task.data.prompt_text, "", "verifiers", split, index,
+                             verifiers=json.dumps(data)))
     return made
 
 
-def main() -> None:
-    args = parser(__doc__, "verifiers")
-    args.add_argument("--num-train", type=int, default=-1, help="rows at most; -1: all (-1)")
-    args.add_argument("--num-test", type=int, default=-1, help="rows at most; -1: all (-1)")
-    args = args.parse_args()
-    name = os.environ.get("VERIFIERS_ENV", "")
-    if not name:
-        raise ValueError("the environment variable VERIFIERS_ENV names no environment")
+def load_taskset(given: str) -> Any:
+    """That of the table [env] that VERIFIERS_ENV names."""
     try:
-        import verifiers.legacy as vf
+        import verifiers.v1 as vf
     except ImportError as error:
         raise ValueError(f"verifiers' packages are not installed, or not in PYTHONPATH ({error}); run `pip install "
                          f"--no-deps --target verifiers_packages -r requirements-verifiers.txt`, then this with "
                          f"PYTHONPATH=verifiers_packages") from None
-    environment = vf.load_environment(name, **json.loads(os.environ.get("VERIFIERS_ARGS", "{}")))
-    write(rows(environment.get_dataset(), name, "train", args.num_train), args.out / "train.parquet")
-    write(rows(environment.get_eval_dataset(), name, "test", args.num_test), args.out / "test.parquet")
+    try:
+        table = json.loads(given) if given.startswith("{") else tomllib.loads(Path(given).read_text())["env"]
+        return vf.load_taskset(vf.resolve_env_config(table).taskset)
+    except (OSError, KeyError, ValueError, ImportError, TypeError, AttributeError) as error:
+        cause = f"; {error.__cause__}" if error.__cause__ else ""
+        raise ValueError(f"VERIFIERS_ENV={given:.200}: {type(error).__name__}: {error}{cause}") from None
+
+
+def main() -> None:
+    args = parser(__doc__, "verifiers")
+    args.add_argument("--num-train", type=int, default=-1, help="tasks at most; -1: all (-1)")
+    args.add_argument("--num-test", type=int, default=0, help="tasks at most, those after the training's (0)")
+    args = args.parse_args()
+    given = os.environ.get("VERIFIERS_ENV", "")
+    if not given:
+        raise ValueError("the environment variable VERIFIERS_ENV names no TOML file with a table [env]")
+    taskset = load_taskset(given)
+    name = taskset.config.id
+    if args.num_train < 0 and not taskset.bounded:
+        raise ValueError(f"{name} has no end: give --num-train")
+    tasks = iter(taskset)
+    train = list(islice(tasks, args.num_train if args.num_train >= 0 else None))
+    write(rows(train, name, "train"), args.out / "train.parquet")
+    if args.num_test:
+        write(rows(islice(tasks, args.num_test), name, "test"), args.out / "test.parquet")
 
 
 if __name__ == "__main__":

@@ -1,109 +1,155 @@
-"""Environments of `verifiers` (Prime Intellect) with `env_response` and a rubric: the chat is their model client.
+"""Environments of `verifiers` 0.4 (Prime Intellect): its tasksets, harnesses and runtimes, with this run's model.
 
-    VERIFIERS_ENV=wordle VERIFIERS_ARGS='{"max_turns": 6}'
-    python data/verifiers_rows.py --out data/wordle
-    --rollout.episode envs/verifiers_env.py --train-data data/wordle/train.parquet
+    VERIFIERS_ENV=bash.toml python data/verifiers_rows.py --out data/bash --num-train 500 --num-test 50
+    VERIFIERS_ENV=bash.toml --rollout.episode envs/verifiers_env.py --train-data data/bash/train.parquet
 
-VERIFIERS_ENV is what `verifiers.load_environment` takes, the environment's installed module. Its sampling arguments are
-not used: those of --rollout hold. With tools (`ToolEnv`) --rollout.tool-parser reads the calls, the environment runs
-them. Environments of `verifiers.v1` start programs of their own and are not for this file.
+VERIFIERS_ENV is a TOML file whose table [env] is the one of verifiers' own configuration, or that table as JSON:
+
+    [env.taskset]
+    id = "my-taskset"
+    [env.agent]                                   # a role; the environment says which there are
+    harness = {id = "bash"}
+    runtime = {type = "docker"}
+    max_turns = 8
+
+Each role that names no model and no client is this run's model. Its program talks with the episode's own server
+(envs/endpoint/server.py) through the proxy that verifiers starts for the episode; the server records the tokens.
+An episode that has no turn or no room left is scored as it is. One without a reward has no score.
+
+With the runtime `subprocess` a harness that executes code runs what the model writes as this user, who can also read
+the tests, the rewards and the keys of the trainer: it needs ALLOW_WEAK_SANDBOX=1. Harbor's tasks then have /tests,
+/logs, /app and /tmp of each episode's own, and the rest of the machine read-only (envs/tasksets/private_root.py).
 """
 
-import json
+import asyncio
+import logging
 import os
-import signal
-import time
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
 
 try:
-    import verifiers.legacy as vf
-    from verifiers.legacy import types
+    import verifiers.v1 as vf
+    from verifiers.v1.runtimes import subprocess as subprocess_runtime
+
+    from envs.endpoint.server import Endpoint
+    from envs.tasksets import checks
+    from envs.tasksets.private_root import enter_private_root
 except ImportError as error:
     raise ValueError(f"--rollout.episode envs/verifiers_env.py: verifiers' packages are not installed, or not in "
                      f"PYTHONPATH ({error}); run `pip install --no-deps --target verifiers_packages -r "
                      f"requirements-verifiers.txt`, then this with PYTHONPATH=verifiers_packages") from None
 
-NAME = os.environ.get("VERIFIERS_ENV", "")
+KEY = "POLICY_API_KEY"  # verifiers reads keys from variables, and hides those with API_KEY from programs that it starts
+NO_ROOM = ("context_length_exceeded", "turns_exceeded")  # of the endpoint's refusals
 
 
-def load() -> vf.Environment:
-    """Raises ValueError for one that cannot be trained here."""
-    if not NAME:
-        raise ValueError("--rollout.episode envs/verifiers_env.py: the environment variable VERIFIERS_ENV names no "
-                         "environment")
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    environment = vf.load_environment(NAME, **json.loads(os.environ.get("VERIFIERS_ARGS", "{}")))
-    for number, handler in handlers.items():  # it sets its own, and the trainer's signals shall not end episodes
-        signal.signal(number, handler)
-    if environment.requires_group_rollouts:
-        raise ValueError(f"--rollout.episode envs/verifiers_env.py: {NAME} has a reward of a whole group, here each "
-                         f"episode must have its own")
-    return environment
+def context_of(url: str) -> vf.ModelContext:
+    """How verifiers asks the model whose server has this address."""
+    return vf.ModelContext(
+        model="policy",
+        client=vf.EvalClientConfig(base_url=f"{url}/v1", api_key_var=KEY),
+        sampling=vf.SamplingConfig(),
+    )
 
 
-ENVIRONMENT = load()
+def load() -> vf.Env:
+    """Raises ValueError for an environment that cannot be trained here."""
+    logging.getLogger("verifiers").setLevel(logging.ERROR)
+    os.environ["PATH"] += os.pathsep + str(Path(sys.executable).parent)  # where `make setup` puts uv
+    # what a killed episode leaves is in the folder that is removed with the run
+    subprocess_runtime.CACHE_DIR = Path(tempfile.gettempdir())
+    env = checks.load_environment()
+    checks.check(env)
+    asyncio.run(checks.check_agents(env, context_of("")))
+    asyncio.run(checks.install_harnesses(env))
+    return env
 
 
-class ChatClient(vf.Client):
-    """verifiers' client whose model is `chat`, a conversation that only grows."""
-
-    def setup_client(self, config):
-        return config
-
-    async def to_native_tool(self, tool):
-        def call():
-            """The environment runs it."""
-
-        call.__name__ = tool.name
-        schema = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-        call.schema = {"type": "function", "function": schema}
-        return call
-
-    async def to_native_prompt(self, messages):
-        """The messages that the chat does not have yet."""
-        plain, names = [], {}
-        for message in messages:
-            names |= {call.id: call.name for call in message.get("tool_calls") or []}
-            content = message.content or ""
-            if not isinstance(content, str):
-                content = "".join(part["text"] for part in content)  # KeyError for images
-            name = {"name": names[message.tool_call_id]} if message.role == "tool" else {}
-            plain.append({"role": message.role, "content": content} | name)
-        known = [(message["role"], message["content"]) for message in self.client.messages]
-        if [(message["role"], message["content"]) for message in plain[: len(known)]] != known:
-            raise ValueError(f"{NAME} changed earlier messages of the conversation, which here only grows")
-        return plain[len(known) :], {}
-
-    async def get_native_response(self, prompt, model, sampling_args, tools=None, **_):
-        if not self.client.turns:
-            self.client.tools = tools or []
-        return await self.client.reply(*prompt)
-
-    async def raise_from_native_response(self, response):
-        if response is None:
-            raise vf.OverlongPromptError(f"no reply: {self.client.finish_reason}")
-
-    async def from_native_response(self, response):
-        calls = [
-            types.ToolCall(id=f"{self.client.turns}_{place}", name=call.get("name") or "",
-                           arguments=call["error"] if "error" in call else call["arguments"])
-            for place, call in enumerate(self.client.tool_calls)
-        ]
-        self.client.num_tool_calls += len(calls)
-        is_cut = self.client.finish_reason == "length"
-        message = types.ResponseMessage(content=response, tool_calls=calls or None, is_truncated=is_cut,
-                                        finish_reason="length" if is_cut else "stop")
-        return types.Response(id=str(self.client.turns), created=int(time.time()), model=NAME, message=message)
-
-    async def close(self):
-        """Nothing is open."""
+ENV = load()
+TASK = type(ENV.taskset).task_type()
+HAS_PRIVATE_ROOT = checks.has_private_root(ENV)
 
 
 async def episode(chat, row):
-    """The reward is the rubric's; its metrics are logged beside it, one that is itself called `score` as `score_1`."""
-    data = json.loads(row["extra_info"]["verifiers"])
-    state = await ENVIRONMENT.rollout(data, ChatClient(chat), NAME, {})
-    if state["error"]:
-        raise state["error"]
-    await ENVIRONMENT.rubric.score_rollout(state)
-    metrics = {"score_1" if name == "score" else name: value for name, value in (state["metrics"] or {}).items()}
-    return metrics | {"score": state["reward"]}
+    """The reward of verifiers' episode, the mean of its roles', with their metrics and each role's ROLE_score."""
+    data = TASK.data_type().model_validate_json(row["extra_info"]["verifiers"])
+    task = TASK(data, ENV.config.taskset.task)
+    if HAS_PRIVATE_ROOT:
+        enter_private_root()
+    traces: list[vf.Trace] = []
+
+    def stop_agents(code: str) -> None:
+        """Without this the refusal is a failure of the model's server, which verifiers does not score."""
+        for trace in traces:
+            if not trace.is_completed:
+                trace.stop(code)
+
+    async with Endpoint(chat, {"policy": ""}, on_refusal=stop_agents) as endpoint:
+        os.environ[KEY] = endpoint.token  # in this episode's process alone
+        played = await endpoint.run(play(task, context_of(endpoint.url), traces))
+    result = result_of(played)
+    for name, count in endpoint.counts.items():
+        result[f"endpoint/{name}"] = float(count)
+    return result
+
+
+async def play(task: vf.Task, context: vf.ModelContext, traces: list[vf.Trace]) -> vf.Episode:
+    async with ENV.serving():
+        return await ENV.run_episode(task, context, on_trace=traces.append)
+
+
+def result_of(played: vf.Episode) -> dict[str, float]:
+    """Raises RuntimeError for an episode that failed, or has no reward: verifiers counts what is missing as 0."""
+    for part in (*played.traces, played):
+        if not part.ok:
+            said = "the episode failed without an error"
+            for error in part.errors:
+                said = f"{error.type}: {error.message}"
+            raise RuntimeError(f"verifiers: {said}")
+    scores: dict[str, list[float]] = defaultdict(list)
+    numbers: dict[str, list[float]] = defaultdict(list)
+    for trace in played.traces:
+        if checks.is_ours(trace.agent.config.model):
+            scores[trace.agent.name].append(reward_of(trace))
+            for name, number in numbers_of(trace):
+                numbers[name].append(number)
+    if not scores:
+        raise RuntimeError("verifiers: no role of this run's model took part in the episode")
+    result = {name: mean(values) for name, values in numbers.items()}
+    if len(scores) > 1:
+        for role, values in scores.items():
+            result[f"{role}_score"] = mean(values)
+    result["score"] = mean([mean(values) for values in scores.values()])
+    return result
+
+
+def reward_of(trace: vf.Trace) -> float:
+    missing = [name for name, reward in trace.rewards.items() if reward is None]
+    if missing or not trace.rewards:
+        raise RuntimeError(
+            f"verifiers: [env.{trace.agent.name}] has no reward {', '.join(missing)} ({trace.stop_condition})"
+        )
+    return trace.reward
+
+
+def numbers_of(trace: vf.Trace) -> Iterator[tuple[str, float]]:
+    """The rewards without their weights, the metrics, and how the agent ended."""
+    for name, reward in trace.rewards.items():
+        yield metric_of(name), reward.score
+    for name, number in trace.metrics.items():
+        if number is not None:
+            yield metric_of(name), number
+    yield "timed_out", float(trace.is_timeout)
+    yield "truncated", float(trace.is_truncated or trace.stop_condition in NO_ROOM)
+
+
+def metric_of(name: str) -> str:
+    """The name under which a number is logged beside the episode's score."""
+    return "score_1" if name == "score" else name
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)

@@ -34,6 +34,7 @@ LONGEST_FILES = (
 
 NO_BROWSER = "no Chromium: apt-get install chromium"
 VLLM = "vllm.entrypoints.llm"
+ON_THIS_MACHINE = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}  # a role, for verifiers
 VOCAB = 4096                                                            # of tiny models
 
 # Every 64th token ends a response, so that those of a random model differ in length.
@@ -80,6 +81,23 @@ def small_train(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("train") / "train.parquet"
     pq.write_table(pq.read_table(TRAIN).slice(0, 32), path)
     return str(path)
+
+
+@pytest.fixture(scope="session")
+def verifiers_path(tmp_path_factory) -> str:
+    """PYTHONPATH with the packages of requirements-verifiers.txt and the tasksets of the tests, where uv can install
+    the programs of harnesses."""
+    from tests.scripts.test_requirements import installed
+
+    packages = installed("verifiers", tmp_path_factory.mktemp("packages"))
+    path = os.pathsep.join([str(packages), str(ROOT / "tests/envs/tasksets")])
+    table = {"taskset": {"id": "toy_pair"}} | dict.fromkeys(("writer", "checker"), ON_THIS_MACHINE)
+    env = os.environ | {"PYTHONPATH": path, "VERIFIERS_ENV": json.dumps(table)}
+    command = [sys.executable, "-c", "import envs.verifiers_env"]
+    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    if "cannot be installed" in result.stderr:
+        pytest.skip(f"no package index has these: {result.stderr.strip()[-200:]}")
+    return path
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 import asyncio
 import importlib
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from common.engine.base import EngineSetup, RolloutConfig
 from common.engine.make import make_engine, stop_tokens
 from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig
-from tests.conftest import ROOT
+from tests.conftest import ON_THIS_MACHINE, ROOT
 from tests.engine.episode_runs import Runs, make_prompt, runs_of
 from tests.engine.test_episodes import STOPS
 
@@ -122,6 +123,35 @@ def test_the_trainer_finds_the_log_probs_that_the_engine_had(run, policy, tokeni
     )
     difference = (policy.score(batch, 1.0) - batch.rollout_logp)[batch.mask].abs()
     assert difference.max() < 2e-5 and int(batch.mask.sum()) > 50
+
+
+def test_agents_of_verifiers_are_trained_like_others(run, policy, tokenizer, verifiers_path, monkeypatch):
+    """Two roles of one model: a sequence each, with a mask over what was sampled and the log-probs that the trainer
+    finds."""
+    monkeypatch.setenv("PYTHONPATH", verifiers_path)
+    pair = {"taskset": {"id": "toy_pair"}, "writer": ON_THIS_MACHINE, "checker": ON_THIS_MACHINE}
+    monkeypatch.setenv("VERIFIERS_ENV", json.dumps(pair))
+    task = json.dumps({"name": "cat", "prompt": "Write the word cat."})
+    rows = prompts(tokenizer, 2, extra_info={"verifiers": task})
+    samples = run(str(ROOT / "envs/verifiers_env.py"), rows)
+    assert [sample.score for sample in samples] == [0.5, 0.5]  # the checker agrees that it has not the word
+    for sample in samples:
+        assert (sample.extras["writer_score"], sample.extras["checker_score"]) == (0.0, 1.0)
+        parts = {part.role: part for part in sample.response.parts}
+        assert sorted(parts) == ["checker", "writer"]
+        assert all(all(part.mask) and part.tokens for part in parts.values())
+        # the checker is asked about what the writer wrote; spaces and halves of letters are lost on the way
+        written, asked = [re.sub(r"\W", "", tokenizer.decode(tokens, skip_special_tokens=True))
+                          for tokens in (parts["writer"].tokens, parts["checker"].prompt)]
+        assert "thewordcat" + written in asked
+    (_, grads) = gradient(policy, samples)
+    assert max(float(grad.abs().max()) for grad in grads) > 0
+    parts = sequences(samples)
+    batch = Batch.build(
+        [part.prompt for part in parts], [part.tokens for part in parts],
+        rollout_logps=[part.logp for part in parts], masks=[part.mask for part in parts],
+    )
+    assert (policy.score(batch, 1.0) - batch.rollout_logp)[batch.mask].abs().max() < 2e-5
 
 
 @pytest.mark.sweep

@@ -5,9 +5,7 @@ import importlib.util
 import io
 import itertools
 import json
-import os
 import runpy
-import signal
 import socket
 import subprocess
 import sys
@@ -379,63 +377,3 @@ def test_openenv(monkeypatch):
         monkeypatch.setenv("OPENENV_SERVER", server)
         with pytest.raises(ValueError, match=rule):
             Player(spec)
-
-
-def set_verifiers_game(monkeypatch) -> None:
-    # first the packages: one of them is called `agents`, as a folder of these tests is
-    folders = filter(None, [os.environ.get("PYTHONPATH"), str(ROOT / "tests/envs")])
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(folders))
-    monkeypatch.setenv("VERIFIERS_ENV", "verifiers_game")
-
-
-@needs("verifiers", "requirements-verifiers.txt says how")
-def test_verifiers(monkeypatch, tmp_path):
-    """A game and its rubric: the score and the metrics are theirs, also where no turn is left."""
-    spec = "envs/verifiers_env.py"
-    set_verifiers_game(monkeypatch)
-    made = make_rows("verifiers_rows.py", tmp_path, "--num-train", "2")
-    assert [len(made[split]) for split in ("train", "test")] == [2, 3]
-    ten, twenty = made["train"]
-    assert ten["prompt"] == [{"role": "system", "content": "Guess."},
-                             {"role": "user", "content": "A number from 0 to 10?"}]
-    assert json.loads(twenty["extra_info"]["verifiers"])["info"] == {"top": 20}
-    with Player(spec) as player:
-        os.kill(player.processes.server.pid, signal.SIGTERM)  # ends no episode, whatever the package installs
-        found = player.play_all([(ten, ["3", "9", "5"]), (twenty, ["10"]), (ten, ["x", "4"]), (ten, ["1"] * 9)])
-    assert [said for _, said in found] == [
-        ["Higher.", "Lower."], [], ["Lower.", "Higher."], ["Higher."] * 4]
-    scores = [message["score"] for message, _ in found]
-    assert scores == [1.0 - 0.75, 1.0 - 0.25, -0.5, -1.0]  # of guesses that were answered; max_turns is 5
-    metrics = [message["extra"] for message, _ in found]
-    assert [extra["num_guesses"] for extra in metrics] == [3.0, 1.0, 2.0, 4.0]
-    assert [extra["found"] for extra in metrics] == [1.0, 1.0, 0.0, 0.0]
-    assert [extra["score_1"] for extra in metrics] == [7.0] * 4               # a function of the rubric called `score`
-    monkeypatch.setenv("VERIFIERS_ARGS", '{"kind": "forgetful"}')
-    with Player(spec) as player:
-        failed, _ = player.play(ten, ["3", "5"])
-    assert failed["failure"] == "exception" and "changed earlier messages" in failed["text"]
-    monkeypatch.setenv("VERIFIERS_ARGS", '{"kind": "group"}')
-    with pytest.raises(ValueError, match="has a reward of a whole group"):
-        Player(spec)
-    monkeypatch.delenv("VERIFIERS_ENV")
-    with pytest.raises(ValueError, match="VERIFIERS_ENV names no environment"):
-        Player(spec)
-
-
-@needs("verifiers", "requirements-verifiers.txt says how")
-def test_tools_of_verifiers(monkeypatch, tmp_path):
-    set_verifiers_game(monkeypatch)
-    monkeypatch.setenv("VERIFIERS_ARGS", '{"kind": "tools"}')
-    example = make_rows("verifiers_rows.py", tmp_path)["train"][0]
-    calls = [{"name": "add", "arguments": '{"first": 2, "second": 3}'},
-             {"name": "divide", "arguments": '{"first": 2, "second": 0}'}]
-    broken = [{"name": "", "error": "this call of a tool cannot be read: {"}]
-    with Player("envs/verifiers_env.py") as player:
-        message, said = player.play(example, [calls, broken, calls, "5"])
-        without, told = player.play(example, [[{"name": "add", "arguments": ""}], "5"])
-    assert [tool["function"]["name"] for tool in player.tools] == ["add", "divide"] * 2
-    assert player.tools[0]["function"]["parameters"]["properties"]["first"]["type"] == "integer"
-    assert said[:2] == said[3:] == ["5", "division by zero"] and len(said) == 5
-    assert message["score"] == 1.0 and message["num_tool_calls"] == 5
-    assert without["score"] == 1.0 and without["num_tool_calls"] == len(told) == 1
-    assert message["extra"]["total_tool_calls"] == 5.0 and message["extra"]["add_calls"] == 2.0

@@ -146,8 +146,12 @@ def plain_venv(tmp_path_factory):
 
 
 def installed(name: str, folder: Path) -> Path:
-    """NAME_packages of the repository, else what the documented command makes of the file in `folder`."""
-    if (there := ROOT / f"{name}_packages").is_dir():
+    """NAME_packages of the repository if it has these versions, else what the documented command makes of the file in
+    `folder`."""
+    there = ROOT / f"{name}_packages"
+    found = importlib.metadata.distributions(path=[str(there)])
+    versions = {canonicalize_name(package.metadata["Name"]): package.version for package in found}
+    if versions == {key: pinned(requirement) for key, requirement in BESIDE[name].items()}:
         return there
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--retries", "1", "--timeout", "20",
                "--target", str(folder / name), "-r", f"requirements-{name}.txt"]
@@ -159,7 +163,8 @@ def installed(name: str, folder: Path) -> Path:
 
 @is_cpu_set
 @pytest.mark.parametrize(("name", "imported"), [
-    ("verifiers", "from verifiers.legacy import types"), ("openenv", "from openenv.core import GenericEnvClient"),
+    ("verifiers", "import verifiers.v1, verifiers.v1.tasksets.textarena"),
+    ("openenv", "from openenv.core import GenericEnvClient"),
 ])
 def test_packages_in_a_folder_of_their_own_are_complete(name, imported, plain_venv, tmp_path):
     """With those of `make setup`: by what each says that it needs, and by what envs/ imports."""
@@ -186,7 +191,8 @@ def test_what_is_in_a_folder_of_its_own_has_the_versions_of_the_tests():
     """Those that other packages need with another version are named here."""
     shared = {(name, key) for name, own in BESIDE.items() for key in own.keys() & EXTRAS.keys()}
     differ = {(name, key) for name, key in shared if pinned(BESIDE[name][key]) != pinned(EXTRAS[key])}
-    assert len(shared) > 25 and differ == {("verifiers", "mcp"), ("openenv", "mcp")}
+    assert len(shared) > 25
+    assert differ == {("verifiers", "mcp"), ("verifiers", "mcp-types"), ("openenv", "mcp")}
 
 
 EPISODE = "import rewards; rewards.load_function({!r}, '--rollout.episode', 'episode')"
