@@ -65,7 +65,18 @@ def load() -> vf.Env:
     checks.check(env)
     asyncio.run(checks.check_agents(env, context_of("")))
     asyncio.run(checks.install_harnesses(env))
+    set_python_path(env)
     return env
+
+
+def set_python_path(env: vf.Env) -> None:
+    """The programs of harnesses and the tests of tasks have packages of their own, and do not see this process's. Only
+    servers of tools are modules of the taskset; they start in another folder."""
+    path = os.environ.pop("PYTHONPATH", "")
+    task_type = type(env.taskset).task_type()
+    if env.taskset.toolsets(env.config.taskset) or task_type.toolsets(env.config.taskset.task):
+        folders = [os.path.abspath(folder) for folder in path.split(os.pathsep)]
+        os.environ["PYTHONPATH"] = os.pathsep.join(folders)
 
 
 ENV = load()

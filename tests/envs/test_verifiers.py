@@ -37,7 +37,7 @@ def bash(command: str) -> list[dict[str, str]]:
     return [{"name": "bash", "arguments": json.dumps({"command": command})}]
 
 
-FIX = bash("sed -i 's/a - b/a + b/' repo/calc.py; pwd")
+FIX = bash("sed -i 's/a - b/a + b/' repo/calc.py; pwd; echo [$PYTHONPATH]")
 
 
 def row_of(**data) -> dict:
@@ -85,7 +85,9 @@ def test_an_agent_with_tools(monkeypatch):
     assert messages[0]["extra"] | {"passed": 1.0, "length": 32.0, "timed_out": 0.0} == messages[0]["extra"]
     assert messages[0]["extra"]["endpoint/conversations"] == messages[5]["extra"]["endpoint/conversations"] == 1.0
     said = found[0][1]
-    assert said[1] == "Fix it." and Path(said[2].strip()).parent == work      # CACHE_DIR is a private name of verifiers
+    folder, path = said[2].split()
+    assert said[1] == "Fix it." and Path(folder).parent == work               # CACHE_DIR is a private name of verifiers
+    assert path == "[]"                                                       # its packages are for another Python
     assert {tool["function"]["name"] for tool in player.tools} == {"bash", "edit"}
 
 
@@ -134,6 +136,20 @@ def test_two_roles_of_one_model(monkeypatch):
     extra = message["extra"]
     assert (message["score"], extra["writer_score"], extra["checker_score"]) == (0.5, 1.0, 0.0)
     assert (extra["right"], extra["agrees"], extra["endpoint/conversations"]) == (1.0, 0.0, 2.0)
+
+
+@pytest.mark.sweep
+def test_a_server_of_tools(monkeypatch):
+    """It is a module of the taskset, which is found by a relative PYTHONPATH, too."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(os.path.relpath, os.environ["PYTHONPATH"].split(os.pathsep))))
+    with play(monkeypatch, {"taskset": {"id": "toy_tools"}, "agent": ON_THIS_MACHINE}) as player:
+        player.play(row_of(prompt="2 + 40?"), ["No."])
+        (tool,) = player.tools
+        call = [{"name": tool["function"]["name"], "arguments": '{"first": 2, "second": 40}'}]
+        message, said = player.play(row_of(prompt="2 + 40?"), [call, "It is 42."])
+        player.processes.end_all()
+        assert left_over(player) == []
+    assert message["score"] == 1.0 and "42" in said[-1]
 
 
 @pytest.mark.sweep
