@@ -35,18 +35,20 @@ def enter_private_root() -> None:
     jail.unshare(jail.NEWNS)
     jail.mount("none", "/", None, jail.MS_REC | jail.MS_PRIVATE)
     jail.mount("tmpfs", root, "tmpfs", jail.MS_NOSUID, "mode=755")
-    show("/", root, OWN, jail.MS_REC)
+    show("/", root, (*OWN, "/proc"), jail.MS_REC)
     own = [*OWN, *filter(os.path.isdir, OWN_IF_THERE)]
     for path in own:
         os.makedirs(root + path, exist_ok=True)
         jail.mount("tmpfs", root + path, "tmpfs", jail.MS_NOSUID | jail.MS_NODEV, BOUNDS)
     show("/tmp", f"{root}/tmp")
     os.makedirs(root + HOME)
+    os.makedirs(f"{root}/proc")
     os.makedirs(root + temporary, exist_ok=True)
     jail.mount(temporary, root + temporary, None, jail.MS_BIND)
     change(root, jail.ATTR_RDONLY, 0, jail.AT_RECURSIVE)
     for path in (*own, temporary):
         change(root + path, 0, jail.ATTR_RDONLY)
+    jail.mount("/proc", f"{root}/proc", None, jail.MS_BIND | jail.MS_REC)  # what is written there is of one process
     os.chdir(root)
     jail.call("syscall", jail.PIVOT_ROOT[platform.machine()], b".", b".")
     jail.call("umount2", b".", jail.MNT_DETACH)
