@@ -62,10 +62,15 @@ def main() -> None:
     if args.num_train < 0 and not taskset.bounded:
         raise ValueError(f"{name} has no end: give --num-train")
     tasks = iter(taskset)
-    train = list(islice(tasks, args.num_train if args.num_train >= 0 else None))
-    write(rows(train, name, "train"), args.out / "train.parquet")
-    if args.num_test:
-        write(rows(islice(tasks, args.num_test), name, "test"), args.out / "test.parquet")
+    try:
+        train = rows(islice(tasks, args.num_train if args.num_train >= 0 else None), name, "train")
+        test = rows(islice(tasks, args.num_test), name, "test")
+    except LookupError as error:  # textarena's games load word lists by nltk
+        raise ValueError(f"{name} needs data that is neither here nor could be downloaded: "
+                         f"{' '.join(str(error).replace('*', '').split()):.200}") from error
+    write(train, args.out / "train.parquet")
+    if test:
+        write(test, args.out / "test.parquet")
 
 
 if __name__ == "__main__":
