@@ -8,6 +8,7 @@
 #   make optimizers   AdamW and Muon, three seeds each: optimizers.png and optimizers.md
 #   make reward-model a reward model of pairs of responses, then ppo.py with it alone: reward_model.png and .md
 #   make agent        a task of several turns: agent.png and agent.md
+#   tests/bench/curves.sh software                numbers of tests/evidence/software_tasks.md, in 30 minutes a seed
 #   TASK=... tests/bench/curves.sh in_flight      numbers of tests/evidence/asynchronous.md; async: too
 #   TASK=... tests/bench/curves.sh distill        numbers of tests/evidence/distillation.md, in 45 minutes of one core
 #   tests/bench/curves.sh long_tail               both on the task of tests/bench/long_tail.py, and long_tail.png
@@ -242,6 +243,29 @@ agent() {
     done
     .venv/bin/python -m tools.report "${runs[@]}"
     draw agent "${runs[@]}"
+}
+
+# repositories with a bug each: conversations with tools, then episodes with a shell
+software() {
+    local data=data/toy_repositories runs=()
+    .venv/bin/python data/toy_repositories.py --out "$data"
+    # shellcheck disable=SC2086
+    .venv/bin/python sft.py --model models/SmolLM2-135M-Instruct --train-data "$data/conversations/train.parquet" \
+        --data.chat-template-file "$data/tools.jinja" --run-dir runs/software/sft --total-steps 16 --rows-per-step 16 \
+        --max-tokens-per-gpu 4096 --optim.lr 5e-5 --optim.warmup-steps 2 ${DTYPE:-} ${SHORT:-}
+    for seed in ${SEEDS:-1}; do
+        # shellcheck disable=SC2086
+        .venv/bin/python grpo.py --model runs/software/sft/model --train-data "$data/train.parquet" --seed "$seed" \
+            --val-data "$data/test.parquet" --data.chat-template-file "$data/tools.jinja" \
+            --run-dir "runs/software/grpo$seed" --rollout.episode envs/swe.py --rollout.tool-parser hermes \
+            --rollout.tool-timeout-s 200 --rollout.max-turns 4 --rollout.max-response-length 320 \
+            --rollout.episodes-at-once 48 --rollout.max-num-seqs 48 --data.max-prompt-length 160 --total-steps 20 \
+            --prompts-per-step 6 --samples-per-prompt 8 --max-tokens-per-gpu 4096 --policy.share-prompt \
+            --optim.lr 2e-5 --optim.warmup-steps 2 --eval-every 10 --eval-n 1 --eval-prompts 32 \
+            --reward.num-workers 1 --save.every 0 ${DTYPE:-} ${SHORT:-}
+        runs+=("runs/software/grpo$seed")
+    done
+    .venv/bin/python -m tests.bench.quickstart_table "${runs[@]}"
 }
 
 # draw NAME RUNS...: curves and tables. A page that a person wrote stays, and the tables are only printed.
