@@ -150,6 +150,7 @@ from common.parallel.ranks import all_gather_objects
 from common.rollout import Rollout, scatter_fields, sum_per_response
 from common.run import Run
 from common.segments import group_lead, group_mean, group_std, whiten
+from variants.losses import token_loss
 from variants.selection import SELECTED, select
 
 
@@ -292,7 +293,7 @@ def main(args: Args) -> None:
                     for microbatch, weight in zip(minibatch, weights):                          # as many on every rank
                         logp, entropy = policy(microbatch, temperature)                             # [T], [T]
                         old_logp = logp.detach() if microbatch.old_logp is None else microbatch.old_logp
-                        loss, stats = settings.of(logp, old_logp, microbatch)
+                        loss, stats = token_loss(settings, logp, old_logp, microbatch)
                         # 1 without --correction.weights: then it only measures how far the engine is from the trainer
                         loss = loss * importance_weights(microbatch, logp, correction, run.meter)
                         run.meter.total("actor/pg_loss", (loss * weight).sum(), per=num_updates)

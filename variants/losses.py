@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from common.batch import Batch
 from common.segments import expand, segment_mean
 from variants.settings import LOSSES as LOSSES
 from variants.settings import LossSettings as LossSettings
@@ -168,3 +169,10 @@ FUNCTIONS: dict[str, Callable[..., tuple[Tensor, dict[str, Tensor]]]] = {
     "reinforce": reinforce,
 }
 """--loss -> its function. variants/settings.py has the bounds and numbers."""
+
+
+def token_loss(settings: LossSettings, logp: Tensor, old_logp: Tensor,
+               batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of each token of a micro-batch [T], and numbers to report of each."""
+    tokens = Tokens(logp, old_logp, batch.advantage, batch.mask, batch.cu_seqlens, batch.extra.get("selected"))
+    return FUNCTIONS[settings.name](tokens, **settings.bounds, **settings.numbers)

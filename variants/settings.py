@@ -1,12 +1,7 @@
 """The bounds and numbers of the losses of grpo_variants.py. Nothing here imports torch, so that a mistyped command can
 be refused before it is."""
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from common.batch import Batch
+from typing import Literal, NamedTuple
 
 
 class LossSettings(NamedTuple):
@@ -22,13 +17,6 @@ class LossSettings(NamedTuple):
     @property
     def bounds(self) -> dict[str, float]:
         return {name: x for name, x in self._asdict().items() if name.startswith("clip") and x is not None}
-
-    def of(self, logp: "Tensor", old_logp: "Tensor", batch: "Batch") -> "tuple[Tensor, dict[str, Tensor]]":
-        """The loss of each token of a micro-batch [T], and numbers to report of each."""
-        from variants.losses import FUNCTIONS, Tokens  # they need torch
-
-        tokens = Tokens(logp, old_logp, batch.advantage, batch.mask, batch.cu_seqlens, batch.extra.get("selected"))
-        return FUNCTIONS[self.name](tokens, **self.bounds, **self.numbers)
 
     def describe(self) -> str:
         numbers = self.bounds | self.numbers
