@@ -145,10 +145,12 @@ class VLLMEngine(Engine):
     def add(self, request: int, prompt: Sequence[int], seed: int | None, sampling: SamplingConfig,
             images: Images | None = None, schema: dict[str, Any] | None = None) -> None:
         from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+        from vllm.sampling_params import RequestOutputKind
 
         grammar = None
         if schema is not None:
+            from vllm.sampling_params import StructuredOutputsParams
+
             grammar = StructuredOutputsParams(json=schema)
         params = SamplingParams(
             temperature=0.0 if seed is None else sampling.temperature,
