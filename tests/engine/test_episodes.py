@@ -416,7 +416,7 @@ def test_replies_that_are_being_written_count_as_turns(run, tokenizer, world):
     conversation = Conversation(episodes.template, "split", prompt.tokens, [*prompt.messages])
     episode = Episode({0: conversation}, 1, prompt, Response())
     question = {"role": "", "messages": [{"role": "user", "content": "a"}], "tools": [], "max_tokens": 4,
-                "stop": ["e"], "temperature": None}
+                "stop": ["e"], "temperature": None, "schema": None}
     try:
         found = [episodes.prepare(episode, question | {"conversation": number}, config) for number in range(3)]
     finally:
@@ -489,10 +489,10 @@ def test_what_the_engine_refuses_ends_one_episode(run, engine, tokenizer, monkey
     """As vLLM does an empty stop text, which an agent may ask for; the other episode goes on."""
     add = engine.add
 
-    def refusing(number, tokens, seed, sampling, images=None):
+    def refusing(number, tokens, seed, sampling, images=None, schema=None):
         if not sampling.temperature:
             raise ValueError("stop cannot contain an empty string.")
-        add(number, tokens, seed, sampling, images)
+        add(number, tokens, seed, sampling, images, schema)
 
     monkeypatch.setattr(engine, "add", refusing)
     prompts = [make_prompt(tokenizer, n, content="cold" if n else "warm") for n in range(2)]
