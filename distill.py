@@ -18,7 +18,7 @@ already (--answers-per-step). Several teachers share the rows by data_source.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from common.flags import RunArgs, resolve_correction, rules
@@ -179,10 +179,10 @@ def teachers_of(rollout: Rollout, paths: dict[str, str]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64)
 
 
-def answers_as_sampled(microbatch: Batch, logp: Tensor, num_sampled: int) -> None:
+def answers_as_sampled(microbatch: Batch, logp: Tensor, num_sampled: int) -> Batch:
     """The engine has no log-probs of the data's answers. The policy's take their place: nothing corrects them."""
     of_engine = (microbatch.index < num_sampled)[microbatch.sequence_ids]                       # [T]
-    microbatch.rollout_logp = microbatch.rollout_logp.where(of_engine, logp)
+    return replace(microbatch, rollout_logp=microbatch.rollout_logp.where(of_engine, logp))
 
 
 @errors.record  # torchrun prints a failed rank's traceback last
@@ -232,7 +232,8 @@ def main(args: Args) -> None:
                 with run.phase("old_log_prob", minibatches) as microbatches:
                     for microbatch in microbatches:
                         microbatch.old_logp = policy.score(microbatch, temperature)             # [T]
-                        answers_as_sampled(microbatch, microbatch.old_logp, len(sampled))
+                        known = answers_as_sampled(microbatch, microbatch.old_logp, len(sampled))
+                        microbatch.rollout_logp = known.rollout_logp
             reject_and_weight(minibatches, rewards, correction, run.meter)
             heads = [teacher.whole_head() for teacher in teachers]
 
@@ -245,9 +246,9 @@ def main(args: Args) -> None:
                         divergence_of = compare(microbatch, teachers, heads, args)
                         logp, entropy, loss = policy(microbatch, temperature, also=divergence_of)       # [T] each
                         run.meter.mean("distillation/loss", loss, microbatch.mask)
-                        answers_as_sampled(microbatch, logp.detach(), len(sampled))
+                        known = answers_as_sampled(microbatch, logp.detach(), len(sampled))
                         # 1 without --correction.weights: then it only measures how far the engine is from the trainer
-                        correct_by = importance_weights(microbatch, logp, correction, run.meter)
+                        correct_by = importance_weights(known, logp, correction, run.meter)
                         if args.reward_coef:
                             loss = loss - microbatch.advantage * correct_by * logp
                         (run.world.size * (loss * weight).sum()).backward()                     # FSDP averages: undo it

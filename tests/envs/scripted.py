@@ -44,7 +44,7 @@ class Player:
                 answer = {"conversation": message["conversation"], "text": reply, "tokens_left": 50,
                           "finish_reason": "turns" if reply is None else "stop"}
                 if isinstance(reply, str):
-                    answer["usage"] = [len(" ".join(said[number]).split()), len(reply.split())]  # words
+                    answer["usage"] = [len(" ".join(map(str, said[number])).split()), len(reply.split())]  # words
                     if reply.endswith("..."):
                         answer["finish_reason"] = "length"
                 if isinstance(reply, list):
