@@ -24,8 +24,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-import psutil
-
 log = logging.getLogger(__name__)
 # by the controller in /proc/self/cgroup: version 2 names none
 MEMORY_EVENTS = {"": "/sys/fs/cgroup{}/memory.events", "memory": "/sys/fs/cgroup/memory{}/memory.oom_control"}
@@ -117,24 +115,21 @@ def wait(process: subprocess.Popen, limits: Limits) -> int | None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process.wait(limits.timeout_s)
         return None
+    import psutil  # only shells need it; all else runs in any Python
+
     jail = psutil.Process(process.pid)
     end = time.monotonic() + limits.timeout_s
     while time.monotonic() < end:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process.wait(min(LOOK_S, max(0.0, end - time.monotonic())))
-        if resident_bytes(jail) > limits.total_mb << 20:
+        resident = 0  # bytes
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            for each in [jail, *jail.children(recursive=True)]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    resident += each.memory_info().rss
+        if resident > limits.total_mb << 20:
             return -signal.SIGKILL
     return None
-
-
-def resident_bytes(process: psutil.Process) -> int:
-    """Of a process and all that it started."""
-    total = 0
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for each in [process, *process.children(recursive=True)]:
-            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
-                total += each.memory_info().rss
-    return total
 
 
 def count_memory_kills() -> int:
