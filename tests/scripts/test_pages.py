@@ -16,7 +16,7 @@ PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "tests/README.md", *DOCS
 EVIDENCE = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests/evidence").glob("*.md")
                   if path.name != "optimizers.md")                      # `make optimizers` writes it
 MOST_PAGES = 17                         # in docs/
-MOST_WORDS = 18_600                     # of README.md and docs/; a word has a letter or a digit
+MOST_WORDS = 18_000                     # of README.md and docs/; a word has a letter or a digit
 MOST_WORDS_OF_EVIDENCE = 15_000
 FOREIGN = {                             # flags of programs that are not in this repository
     "torchrun": {"--standalone", "--nproc-per-node", "--nnodes", "--log-dir", "--signals-to-handle",
