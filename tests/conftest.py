@@ -100,6 +100,14 @@ def verifiers_path(tmp_path_factory) -> str:
     return path
 
 
+@pytest.fixture(autouse=True)
+def no_samplers_left():
+    """A test that calls async_grpo.main sets this for its whole process: later tests would be ranks that only sample."""
+    before = os.environ.get(ranks.SAMPLERS)
+    yield
+    assert os.environ.get(ranks.SAMPLERS) == before, f"the test leaves {ranks.SAMPLERS}: monkeypatch.setenv it first"
+
+
 @pytest.fixture(scope="session")
 def world():
     """A group of one for the whole session: vLLM and DeviceMesh keep what they made of it."""

@@ -17,6 +17,7 @@ from common.checkpoint import files
 from common.engine import remote
 from common.engine.base import RolloutConfig
 from common.engine.remote import RemoteEngine
+from common.parallel.ranks import SAMPLERS
 from common.rollouts.scoring import RolloutRequest
 from envs.stored import join, unpack
 from tests.checkpoint.faulty import LIKE_TORCHRUN, server
@@ -266,6 +267,7 @@ def test_a_reward_model_needs_the_engines_share_of_a_gpu(monkeypatch):
         raise InterruptedError("what main does next")
 
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv(SAMPLERS, "0")  # main sets it: put back at the end
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(async_grpo, "resolve_correction", passed)
     args = async_grpo.Args(model="m", train_data=("x",))
