@@ -385,6 +385,23 @@ def test_groups_are_joined_taken_and_numbered_anew(world):
     assert nothing.cat(first).scores.tolist() == first.scores.tolist()
 
 
+def test_only_sequences_with_the_prompt_of_their_row_share_its_images(world):
+    """Four groups, the first three with images. Of the third response's episode, two sequences have prompts of their
+    own; the images of all others are looked up by their row."""
+    samples = make_samples([1.0] * 8, rows=[4, 1, 3, 0])
+    for sample in samples[:6]:
+        sample.prompt = replace(sample.prompt, images=object())
+    for tokens in ([5], [6]):
+        part = Response(tokens, [-0.5], "stop")
+        part.prompt = [2]
+        part.images = object()
+        samples[2].response.earlier.append(part)
+    rows = gather_rollout(samples).batch.row.tolist()
+    assert [row for row in rows if row >= -1] == [4, 4, 1, 1, 3, 3, -1, -1]
+    own = [row for row in rows if row < -1]
+    assert len(own) == len(set(own)) == 2
+
+
 def test_single_responses_are_taken(world):
     """The best of each group, such as a replay keeps: numbers, groups and rows follow, whatever the order given."""
     rollout = gather_rollout(make_samples([1, 2, 3, 4, 5, 6], rows=[5, 2, 3]))
