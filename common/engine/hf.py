@@ -16,7 +16,7 @@ from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
 
 from common.dataset.images import Images
 from common.engine.base import Engine, EngineSetup
-from common.engine.sync import Checksum, checksum
+from common.engine.sync import Checksum, as_numbers, checksum
 from common.flags.rollout import SamplingConfig
 from common.forward.router_replay import routers_of
 from common.forward.vision import auto_class
@@ -62,8 +62,9 @@ class HFEngine(Engine):
         own = dict(self.model.named_parameters()) | saved_buffers(self.model)
         for name, tensor in tensors:
             own[name].copy_(tensor)
-        differing = {name for name, held in own.items() if checksum(held, self.dtype) != sent.get(name)}
-        return len(own), differing
+        expected = as_numbers(sent)
+        held = as_numbers({name: checksum(tensor, self.dtype) for name, tensor in own.items()})
+        return len(own), {name for name, number in held.items() if number != expected.get(name)}
 
     def add(self, request: int, prompt: Sequence[int], seed: int | None, sampling: SamplingConfig,
             images: Images | None = None, schema: dict[str, Any] | None = None) -> None:

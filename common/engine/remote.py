@@ -12,7 +12,7 @@ from torch import Tensor
 
 from common.batch import Batch
 from common.engine.base import Engine
-from common.engine.sync import Checksum
+from common.engine.sync import Checksum, as_numbers
 from common.parallel.ranks import World, all_gather_objects, all_names, collective_timeout, on_main
 
 PART = 1 << 22  # bytes in one entry of the store, which takes 8 MiB
@@ -99,7 +99,7 @@ class RemoteEngine(Engine):
         for _, tensor in tensors:
             if self.world.is_main:
                 self.bridge.group.broadcast(tensor.reshape(-1).view(torch.uint8), 0).wait()
-        self.bridge.send(sent)
+        self.bridge.send(as_numbers(sent))
         num_compared, differing, self.probed = self.bridge.receive()
         return num_compared, differing
 
@@ -124,8 +124,8 @@ def receive_weights(
             tensor = torch.empty(like.shape, dtype=like.dtype, device=engine.world.device)
             bridge.group.broadcast(tensor.view(-1).view(torch.uint8), 0).wait()
             yield name, tensor
-        for name, known in bridge.receive().items():
-            sent[engine.name_of(name)] = known
+        for name, (total, numel) in bridge.receive().items():
+            sent[engine.name_of(name)] = torch.tensor(total, dtype=torch.float64), numel
 
     engine._wake_weights()
     num_compared, differing = engine._load(tensors(), sent)

@@ -1,11 +1,14 @@
 """Checksums and log-probs, which show that the engine holds the trainer's weights."""
 
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-BLOCK = 1 << 20
-"""Number of elements that are cast at a time."""
+BLOCK = {"cpu": 1 << 20, "cuda": 1 << 24}
+"""Number of elements that are cast at a time: the caches of a CPU hold them, and a GPU has few kernels to launch. As
+float64 they take 8 and 128 MiB."""
 EXPERTS = {
     "w13_weight": "gate_up_proj",
     "w2_weight": "down_proj",
@@ -13,20 +16,30 @@ EXPERTS = {
 """The experts of a mixture in vLLM and in transformers: [experts, rows, columns], the same rows in the same order."""
 AS_SENT = {torch.float32, torch.bfloat16, torch.float16}
 """Data types of weights that a checksum can compare. What vLLM quantised has another one, and other numbers."""
-Checksum = tuple[int, int]
-"""The checksum of a tensor, or of the parts that are held of it: see `checksum`; and the number of elements."""
+Checksum = tuple[Tensor, int]
+"""Of a tensor, or of the parts that are held of it: the sum (see `checksum`), and the number of elements."""
 
 
 def checksum(tensor: Tensor, dtype: torch.dtype) -> Checksum:
-    """The exact sum of the elements, which are cast to `dtype` and read as one or two integers of 16 bits.
+    """The exact sum of the elements, which are cast to `dtype` and read as one or two integers of 16 bits: float64 [] on
+    the tensor's device, which the host does not wait for.
 
     The sum does not depend on the order, so the sums of a tensor's parts add up to the tensor's sum, wherever the parts
     belong. The probe detects elements in wrong places.
     """
-    blocks = tensor.detach().reshape(-1).split(BLOCK)
+    blocks = tensor.detach().reshape(-1).split(BLOCK[tensor.device.type])
     # float64, which is exact up to 2**53 / 2**15 = 2**38 integers, is summed faster than int64
     totals = [block.to(dtype).view(torch.int16).sum(dtype=torch.float64) for block in blocks]
-    return int(torch.stack(totals).sum()), tensor.numel()
+    total = totals[0] if len(totals) == 1 else torch.stack(totals).sum()
+    return total, tensor.numel()
+
+
+def as_numbers(checksums: Mapping[str, Checksum]) -> dict[str, tuple[int, int]]:
+    """The sums as integers. The host waits for the device once for all of them."""
+    if not checksums:
+        return {}
+    sums = torch.stack([total for total, _ in checksums.values()]).tolist()
+    return {name: (int(total), numel) for total, (name, (_, numel)) in zip(sums, checksums.items())}
 
 
 def held_checksums(model: nn.Module, sent: dict[str, Checksum], dtype: torch.dtype) -> dict[str, Checksum]:
@@ -67,9 +80,11 @@ def differing(sent: dict[str, Checksum], held: dict[str, Checksum]) -> set[str]:
     from vllm.distributed import get_tp_group
 
     names = sorted(held)
-    held_sums = torch.tensor([held[name] for name in names], dtype=torch.int64)  # [names, 2]
+    of_held = as_numbers(held)
+    of_sent = as_numbers(sent)
+    held_sums = torch.tensor([of_held[name] for name in names], dtype=torch.int64)  # [names, 2]
     dist.all_reduce(held_sums, group=get_tp_group().cpu_group)
-    sent_sums = torch.tensor([sent[name] for name in names])  # [names, 2]
+    sent_sums = torch.tensor([of_sent[name] for name in names])  # [names, 2]
     copies = held_sums[:, 1] // sent_sums[:, 1]
     differs = held_sums[:, 0] != sent_sums[:, 0] * copies
     return {names[i] for i in differs.nonzero()[:, 0]}

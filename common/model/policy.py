@@ -14,6 +14,7 @@ from common.forward.router_replay import Router
 from common.forward.sequence_parallel import Row, make_row
 from common.forward.vision import hidden_with_images
 from common.kernels import Head, linear_logp
+from common.model.gather import gathered_by_block
 from common.model.lora import LoRALinear, is_adapter, merge
 from common.parallel.ranks import all_sum
 
@@ -27,6 +28,7 @@ class PackedModel(nn.Module):
         self.sequence_group: ProcessGroup | None = None  # the ranks that run a micro-batch together
         self.prompts: Any = None  # those of the training data, if they have images
         self.routers: list[Router] = []  # whose choice is recorded and replayed
+        self.gathers_in: torch.dtype | None = None  # FSDP2 gathers weights in it; None: ranks do not divide them
         self.folder = ""  # or hub name, from which its weights were read
         self.version = 0  # grows with every change of the weights, so the engine knows when its own are stale
         self.skipped_in_a_row = 0  # the latest optimizer steps whose gradient norm was not finite
@@ -154,12 +156,18 @@ class Policy(PackedModel):
         """Every weight, unsharded, adapters merged, in `dtype` (None: as stored), under its Hugging Face name; tied
         weights once; then, as stored, the buffers that belong to a checkpoint.
 
-        Only one of these tensors exists at a time beside the shards. All ranks must iterate to the end, in step.
+        Only one of these tensors exists at a time beside the shards, or two blocks in the data type in which the model
+        computes. All ranks must iterate to the end, in step.
         """
         adapted = {}                            # name of a weight -> its layer
         for name, layer in self.lm.named_modules():
             if isinstance(layer, LoRALinear):
                 adapted[f"{name}.weight"] = layer
+        if dtype is not None and dtype == self.gathers_in and not adapted:
+            for name, weight in gathered_by_block(self):
+                yield name.removeprefix("lm."), weight.to(dtype)
+            yield from saved_buffers(self.lm).items()
+            return
         for name, parameter in self.lm.named_parameters():
             as_sent = dtype or parameter.dtype
             if name in adapted:

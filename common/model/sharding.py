@@ -164,6 +164,8 @@ def shard(model: PackedModel, transformer: PreTrainedModel, config: ModelConfig,
                 f"of a {transformer.config.model_type}, if it has any, or is below 5.19: set it to 1"
             )
     num_shards = world.mesh.size(-1)
+    if num_shards > 1:
+        model.gathers_in = compute_dtype
     of_parts = {
         "mesh": world.mesh,
         "mp_policy": precision,

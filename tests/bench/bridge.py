@@ -22,7 +22,7 @@ import tyro
 
 from common.engine import remote
 from common.engine.base import Engine
-from common.engine.sync import checksum
+from common.engine.sync import as_numbers, checksum
 from common.model.loading import load_policy
 from common.model.policy import ModelConfig
 from common.parallel import ranks
@@ -49,8 +49,9 @@ class Keep(Engine):
         self.config = SimpleNamespace(tp=1)
 
     def _load(self, tensors, sent):
-        held = dict(tensors)
-        return len(held), {name for name, x in held.items() if checksum(x, self.dtype) != sent[name]}
+        held = as_numbers({name: checksum(x, self.dtype) for name, x in tensors})
+        expected = as_numbers(sent)
+        return len(held), {name for name, number in held.items() if number != expected[name]}
 
     def _sample_probe(self):
         return SimpleNamespace(to=lambda device: None)

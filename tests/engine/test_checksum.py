@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 from common.engine import sync
-from common.engine.sync import Checksum, checksum, differing, held_checksums
+from common.engine.sync import Checksum, as_numbers, checksum, differing, held_checksums
 
 
 def words(tensor: torch.Tensor) -> np.ndarray:
@@ -19,7 +20,7 @@ def words(tensor: torch.Tensor) -> np.ndarray:
 @pytest.mark.parametrize("shape", [(1,), (35,), (30, 70), (3, 5, 7)])
 @pytest.mark.parametrize("block", [1 << 20, 100])
 def test_a_checksum_is_the_sum_of_the_words(dtype, shape, block, monkeypatch):
-    monkeypatch.setattr(sync, "BLOCK", block)
+    monkeypatch.setattr(sync, "BLOCK", {"cpu": block})
     some = torch.randint(-(2**15), 2**15, (*shape[:-1], shape[-1] * dtype.itemsize // 2), dtype=torch.int16)
     for data in (some, torch.full_like(some, -(2**15)), torch.full_like(some, 2**15 - 1)):
         tensor = data.view(dtype)
@@ -42,6 +43,15 @@ def test_many_large_words_are_exact():
     data = torch.full((1 << 24,), -(2**15), dtype=torch.int16)
     data[77] = 1
     assert checksum(data.view(torch.bfloat16), torch.bfloat16)[0] == 1 - 2**15 * (2**24 - 1)
+
+
+def test_the_host_waits_once_for_all_sums():
+    held = {str(n): torch.full((n + 1,), n - 3, dtype=torch.int16).view(torch.bfloat16) for n in range(40)}
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        sums = {name: checksum(tensor, torch.bfloat16) for name, tensor in held.items()}
+    assert "aten::_local_scalar_dense" not in {event.name for event in seen.events()}
+    assert as_numbers(sums) == {str(n): ((n + 1) * (n - 3), n + 1) for n in range(40)}
+    assert as_numbers({}) == {}
 
 
 def test_one_bit_and_one_step_of_one_element_are_found():

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from common.checkpoint.state import load_parts, tensors_of
+from common.model.gather import gathered_by_block
 from common.model.loading import load_policy, read_config
 from common.model.optimizers import make_optimizer
 from common.model.policy import Policy
@@ -51,7 +52,8 @@ def run(case: Case, folder: str, step: Step, world: ranks.World, saved: Path | N
     config, here = config_of(case), place(world, case)
     with mock.patch.object(FSDPModule, "set_all_reduce_hook") if case.undivided else contextlib.nullcontext():
         policy = load_policy(folder, config, here)
-    found = {"loaded": weights_of(policy)}
+    by_block = {name.removeprefix("lm."): tensor for name, tensor in gathered_by_block(policy)}
+    found = {"loaded": weights_of(policy), "by_block": by_block}
     order = list(range(len(step.prompts)))
     found["gradient"], *_ = gradient(policy, here, read_config(folder, config), step, order, 20, "token-mean")
     found["local"] = {name: tuple(p.to_local().shape) for name, p in policy.lm.named_parameters()}

@@ -64,7 +64,9 @@ def test_a_step_is_that_of_one_rank(case, found, expected):
     want = expected[case.model]
     assert want["norm"] > 2 * OPTIM.max_grad_norm
     for ours in (of_rank[case] for of_rank in found):
-        assert all(torch.equal(ours["loaded"][name], x) for name, x in want["loaded"].items())
+        for whole in (ours["loaded"], ours["by_block"]):
+            assert whole.keys() == want["loaded"].keys()
+            assert all(torch.equal(whole[name], x) for name, x in want["loaded"].items())
         error, of_norm = relative_error(ours["gradient"], want["gradient"]), abs(ours["norm"] / want["norm"] - 1)
         if case.undivided:                                              # it is seen
             assert error > 0.1 and of_norm > 1e-3
