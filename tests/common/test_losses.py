@@ -209,16 +209,25 @@ def test_on_policy_the_ratio_is_one_and_the_gradient_is_reinforce(name):
 
 
 def test_clip_statistics_count_the_clipped_tokens():
-    """Six tokens by hand: clip 0.2 / 0.28, dual clip 3."""
+    """Six tokens by hand: clip 0.2 / 0.28, dual clip 3. The first has an advantage between 0 and 1."""
     ratio = torch.tensor([1.5, 1.2, 0.5, 0.5, 1.5, 4.0], dtype=F64)
-    advantage = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, -1.0], dtype=F64)
+    advantage = torch.tensor([0.5, 1.0, 1.0, -1.0, -1.0, -1.0], dtype=F64)
     mask, cu = torch.ones(6, dtype=torch.bool), torch.tensor([0, 6])
     loss, stats = POLICY_LOSSES["dapo"](ratio.log(), torch.zeros(6, dtype=F64), advantage, mask, cu, 0.2, 0.28)
-    assert loss.tolist() == pytest.approx([-1.28, -1.2, -0.5, 0.8, 1.5, 3.0])
+    assert loss.tolist() == pytest.approx([-0.64, -1.2, -0.5, 0.8, 1.5, 3.0])
     assert stats["actor/pg_clipfrac_high"].tolist() == [1, 0, 0, 0, 0, 0]
     assert stats["actor/pg_clipfrac_low"].tolist() == [0, 0, 0, 1, 0, 0]
     assert stats["actor/pg_clipfrac_lower"].tolist() == [0, 0, 0, 0, 0, 1]
     assert stats["actor/ratio"].tolist() == pytest.approx(ratio.tolist())
+
+
+def test_clip_statistics_of_cispo_do_not_ask_for_the_advantages_sign():
+    ratio = torch.tensor([1.5, 1.2, 0.85, 0.5], dtype=F64)
+    mask, cu = torch.ones(4, dtype=torch.bool), torch.tensor([0, 4])
+    for sign in (1, -1):
+        advantage = torch.full((4,), sign, dtype=F64)
+        _, stats = POLICY_LOSSES["cispo"](ratio.log(), torch.zeros(4, dtype=F64), advantage, mask, cu, 0.2, 0.28)
+        assert stats["actor/pg_clipfrac"].tolist() == [1, 0, 0, 1]
 
 
 def test_a_group_of_one_has_no_baseline():

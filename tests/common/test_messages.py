@@ -250,6 +250,7 @@ def test_every_template_goes_on_as_transformers_does(path, tokenizer, tmp_path):
 def test_a_reward_model_reads_one_turn():
     talks = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "So"}]
     assert with_response(talks, " far") == [talks[0], {"role": "assistant", "content": "So far"}]
+    assert with_response([talks[0], *talks], " far")[:2] == [talks[0], talks[0]]
     assert with_response(talks[:1], "far") == [talks[0], {"role": "assistant", "content": "far"}]
 
 

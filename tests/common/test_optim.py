@@ -70,6 +70,23 @@ def test_optimizer_flags_may_be_at_their_bounds():
     OptimConfig(min_lr_frac=0.0, warmup_steps=0, max_grad_norm=math.inf)
 
 
+def test_only_skipped_steps_in_a_row_end_a_run(untied, world):
+    policy = load_policy(untied, FLOAT32, world)
+    config = OptimConfig(max_skipped_steps=3)
+    optimizer = make_optimizer(policy, config)
+
+    def step(value: float) -> None:
+        for parameter in policy.parameters():
+            parameter.grad = torch.full_like(parameter, value)
+        optimizer_step(policy, optimizer, 1e-3, config)
+
+    for value, in_a_row in ((math.nan, 1), (math.inf, 2), (0.1, 0), (math.nan, 1), (math.nan, 2)):
+        step(value)
+        assert policy.skipped_in_a_row == in_a_row
+    with pytest.raises(RuntimeError, match=r"not finite 3 times in a row \(--optim.max-skipped-steps\)"):
+        step(math.nan)
+
+
 def test_adamw_step_by_hand(untied, world):
     """Two steps on one number of a matrix, with decay, and one of a vector, without; clipped at norm 1."""
     policy = load_policy(untied, FLOAT32, world)
