@@ -11,7 +11,7 @@ import torch
 import grpo_variants
 import rloo
 from common.batch import Batch
-from common.losses import check_group, gae, kl_estimate, mean_kl, on_last_token, token_weights
+from common.losses import check_group, clip_stats, gae, kl_estimate, mean_kl, on_last_token, token_weights
 from common.rollout import Minibatch
 from common.segments import segment_cumsum, segment_mean, segment_sum, whiten
 from ppo import adapt_kl_coef, explained_variance, value_loss
@@ -218,6 +218,10 @@ def test_clip_statistics_count_the_clipped_tokens():
     assert stats["actor/pg_clipfrac_high"].tolist() == [1, 0, 0, 0, 0, 0]
     assert stats["actor/pg_clipfrac_low"].tolist() == [0, 0, 0, 1, 0, 0]
     assert stats["actor/pg_clipfrac_lower"].tolist() == [0, 0, 0, 0, 0, 1]
+    clipped = torch.tensor([1, 0, 0, 1, 0, 0], dtype=torch.bool)
+    of_scripts = clip_stats(advantage, clipped, stats["actor/pg_clipfrac_lower"])
+    assert all(of_scripts[name].tolist() == stats[name].tolist() for name in ("actor/pg_clipfrac_high",
+                                                                             "actor/pg_clipfrac_low"))
     assert stats["actor/ratio"].tolist() == pytest.approx(ratio.tolist())
 
 

@@ -132,3 +132,12 @@ def test_a_tool_by_its_name_is_told_and_counted(model):
     _, chat, counts = serve(agent, model)
     assert all(sub[0]["content"].endswith(f"\n\nCall the tool {name}.") for sub in chat.conversations)
     assert counts["not_called"] == (0 if model([]) != "No." else 3) and counts["errors"] == 0
+
+
+def test_a_format_of_text_asks_for_nothing():
+    async def agent(endpoint):
+        return await by_chat(endpoint, [user("2 + 3?")], {"type": "text"})
+
+    found, chat, counts = serve(agent, replies("It is 5."))
+    assert found == "It is 5." and chat.conversations[0][0]["content"] == "2 + 3?"
+    assert (counts["structured"], counts["errors"]) == (0, 0)
