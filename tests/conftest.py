@@ -102,7 +102,7 @@ def verifiers_path(tmp_path_factory) -> str:
 
 @pytest.fixture(autouse=True)
 def no_samplers_left():
-    """A test that calls async_grpo.main sets this for its whole process: later tests would be ranks that only sample."""
+    """A test that calls async_grpo.main sets this for its whole process: in later ones, ranks would only sample."""
     before = os.environ.get(ranks.SAMPLERS)
     yield
     assert os.environ.get(ranks.SAMPLERS) == before, f"the test leaves {ranks.SAMPLERS}: monkeypatch.setenv it first"

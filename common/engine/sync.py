@@ -21,8 +21,8 @@ Checksum = tuple[Tensor, int]
 
 
 def checksum(tensor: Tensor, dtype: torch.dtype) -> Checksum:
-    """The exact sum of the elements, which are cast to `dtype` and read as one or two integers of 16 bits: float64 [] on
-    the tensor's device, which the host does not wait for.
+    """The exact sum of the elements, which are cast to `dtype` and read as one or two integers of 16 bits: float64 []
+    on the tensor's device, which the host does not wait for.
 
     The sum does not depend on the order, so the sums of a tensor's parts add up to the tensor's sum, wherever the parts
     belong. The probe detects elements in wrong places.

@@ -55,7 +55,7 @@ class _LinearLogp(torch.autograd.Function):
         picked = torch.zeros_like(top)                                                 # the targets' logits
         absorb = _absorb
         if hidden.is_cuda:
-            absorb = _compiled(_absorb)
+            absorb = compiled(_absorb)
         with matmul(hidden, weight) as mm:
             for vocab in slices(weight.shape[0], tile[1]):
                 head = mm.operand(weight[vocab])
@@ -94,7 +94,7 @@ class _LinearLogp(torch.autograd.Function):
         grad_weight = torch.empty_like(weight) if want_weight else None
         slope_of = _slope
         if hidden.is_cuda:
-            slope_of = _compiled(_slope)
+            slope_of = compiled(_slope)
         with matmul(hidden, weight) as mm:
             for vocab in slices(weight.shape[0], tile[1]):
                 head = mm.operand(weight[vocab])
@@ -145,10 +145,10 @@ def _slope(z: Tensor, logsumexp: Tensor, grad_logp: Tensor, entropy: Tensor, gra
 
 
 @functools.cache
-def _compiled(function: Callable) -> Callable:
-    """On an H100 what is done to tiles was a sixth of a 0.6B model's update. Now each of the two is one kernel.
-    The first call takes some seconds. "deterministic": another run must not choose other kernels.
-    "compile_threads": two small kernels need no pool of processes on each rank."""
+def compiled(function: Callable) -> Callable:
+    """Small functions of many operations as one kernel each: on an H100 what is done to tiles was a sixth of a 0.6B
+    model's update. The first call takes some seconds. "deterministic": another run must not choose other kernels.
+    "compile_threads": a few small kernels need no pool of processes on each rank."""
     return torch.compile(function, dynamic=True, options={"deterministic": True, "compile_threads": 1})
 
 

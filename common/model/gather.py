@@ -1,7 +1,7 @@
 """The weights of a sharded model, whole, for the engine: a block with one collective, and the next one meanwhile."""
 
 from collections.abc import Iterator
-from itertools import groupby
+from itertools import groupby, pairwise
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -19,7 +19,7 @@ def gathered_by_block(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     names = [name for name, _ in model.named_parameters()]
     parts = [(module, list(of_module)) for module, of_module in groupby(names, key=owners.__getitem__)]
     blocks = [module for module, of_module in parts if len(of_module) > 1 and module is not model]
-    next_block = dict(zip(blocks, blocks[1:]))
+    next_block = dict(pairwise(blocks))
     for module, of_module in parts:
         if module in blocks:
             module.unshard()  # waits for it, where it was started

@@ -6,6 +6,7 @@ because a decay rate of 0.999 subtracts less than that. Codes are those of Dettm
 the numbers that share a scale lie within a row: ranks divide codes and scales as they divide the weight."""
 
 import math
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.tensor import Replicate
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from common.flags.model import OptimConfig
+from common.kernels.logp import compiled
 from common.model.policy import PackedModel
 from common.model.sharding import by_mesh, shard_slice
 from common.parallel.ranks import seed_of
@@ -22,8 +24,8 @@ from common.parallel.ranks import seed_of
 WEIGHTS = {"adamw": torch.float32, "muon": torch.float32, "adamw-bf16": torch.bfloat16, "adamw-8bit": torch.bfloat16}
 """--optim.kind -> the dtype of trained weights, of their gradients and of moments that are no codes."""
 PIECE = {"cpu": 2**20, "cuda": 2**22}
-"""Number of values that are computed in float32 at a time, a multiple of every block. A piece takes some 40 kernels,
-which the host launches: on an H100, with pieces of 2**20, a step took 18 times as long as AdamW's."""
+"""Number of values that are computed in float32 at a time, a multiple of every block. On GPUs a piece is one compiled
+kernel, or a few with moments of 8 bits: uncompiled it takes 33 to 77, which the host launches."""
 
 
 def make_optimizer(model: PackedModel, config: OptimConfig) -> torch.optim.Optimizer:
@@ -145,8 +147,15 @@ class BF16AdamW(torch.optim.AdamW):
         for name, tensor in tensors.items():
             width = block * tensor.shape[-1] // weight.shape[-1]        # a row is a block, or its scale
             pieces[name] = tensor.to_local().view(-1, width).split(num_rows)
+        change = update
+        factors = factors_of(step, group)
+        if weight.device.type == "cuda":
+            change = compiled(update)
+            # numbers would be compiled anew in each step
+            factors = torch.tensor(factors, device=weight.device).unbind()
         for of_tensors in zip(*pieces.values()):
-            update(dict(zip(pieces, of_tensors)), step, group, random)
+            piece = dict(zip(pieces, of_tensors))
+            change(piece, factors, random_bits(piece["grad"], random), tables_of(piece))
 
 
 def first_state(weight: Tensor, block: int) -> dict[str, Tensor]:
@@ -161,37 +170,55 @@ def first_state(weight: Tensor, block: int) -> dict[str, Tensor]:
     return state
 
 
-def update(pieces: dict[str, Tensor], step: int, group: dict[str, Any], random: torch.Generator) -> None:
-    """One step of parts [N, block] of a weight, its gradient and state. Float32 weights (a critic's head) stay so."""
+def factors_of(step: int, group: dict[str, Any]) -> tuple[float, ...]:
+    """What the formula multiplies and adds in a step, from 1: the decay of weights, a gradient's part of the first
+    moment, the kept and the new part of the second one, its correction, eps, and the size of the step."""
     beta1, beta2 = group["betas"]
-    lr = group["lr"]
+    decay = 1 - group["lr"] * group["weight_decay"]
+    step_size = group["lr"] / (1 - beta1**step)
+    return decay, 1 - beta1, beta2, 1 - beta2, 1 - beta2**step, group["eps"], step_size
+
+
+def random_bits(like: Tensor, random: torch.Generator) -> Tensor:
+    """Random int16 [4, *like.shape]: one for each of three numbers that are rounded."""
+    words = torch.empty(like.numel(), dtype=torch.int64, device=like.device)
+    return words.random_(-(2**63), None, generator=random).view(torch.int16).view(4, *like.shape)
+
+
+def tables_of(pieces: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The values of the codes of the moments that are stored as codes."""
+    return {name: code_values(name, x.device) for name, x in pieces.items() if x.dtype == torch.uint8}
+
+
+def update(pieces: dict[str, Tensor], factors: Sequence[Any], noise: Tensor, tables: dict[str, Tensor]) -> None:
+    """One step of parts [N, block] of a weight, its gradient and state. Float32 weights (a critic's head) stay so.
+    `factors`: those of `factors_of`, as numbers or as float32 [] on the device."""
+    decay, of_first, kept_second, of_second, correction, eps, step_size = factors
     grad = pieces["grad"].float()
-    first = decode(pieces, "exp_avg").lerp(grad, 1 - beta1)
-    second = (decode(pieces, "exp_avg_sq") * beta2).addcmul_(grad, grad, value=1 - beta2)
-    size = (second / (1 - beta2**step)).sqrt_().add_(group["eps"])
-    weight = pieces["weight"].float() * (1 - lr * group["weight_decay"])
-    weight.addcdiv_(first, size, value=-lr / (1 - beta1**step))
-    noise = torch.empty(grad.numel(), dtype=torch.int64, device=grad.device).random_(-(2**63), None, generator=random)
+    first = decode(pieces, "exp_avg", tables).lerp(grad, of_first)
+    second = torch.addcmul(decode(pieces, "exp_avg_sq", tables) * kept_second, of_second * grad, grad)
+    size = (second / correction).sqrt() + eps
+    weight = torch.addcdiv(pieces["weight"].float() * decay, -step_size * first, size)
     found = {"weight": weight, "exp_avg": first, "exp_avg_sq": second}
-    for (name, x), bits in zip(found.items(), noise.view(torch.int16).view(4, *grad.shape)):
+    for (name, x), bits in zip(found.items(), noise):
         if pieces[name].dtype == torch.bfloat16:
             x = round_stochastically(x, bits)
         elif pieces[name].dtype == torch.uint8:
-            x = encode(x, name, pieces[f"{name}_scale"])
+            x = encode(x, tables[name], pieces[f"{name}_scale"])
         pieces[name].copy_(x)
 
 
-def decode(pieces: dict[str, Tensor], name: str) -> Tensor:
+def decode(pieces: dict[str, Tensor], name: str, tables: dict[str, Tensor]) -> Tensor:
     """A moment in float32."""
-    if pieces[name].dtype != torch.uint8:
+    if name not in tables:
         return pieces[name].float()
-    return code_values(name, pieces[name].device).take(pieces[name].long()) * pieces[f"{name}_scale"]
+    return tables[name].take(pieces[name].long()) * pieces[f"{name}_scale"]
 
 
-def encode(x: Tensor, name: str, scale: Tensor) -> Tensor:
-    """The nearest codes of a moment. `scale` [N, 1] becomes the largest size in each block."""
+def encode(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
+    """The nearest codes of a moment. `values` [256]: its table. `scale` [N, 1] becomes the largest size in each
+    block."""
     scale.copy_(x.abs().amax(1, keepdim=True))
-    values = code_values(name, x.device)
     shares = x / scale.clamp(min=torch.finfo(torch.float32).tiny)                       # a block may be all 0
     return torch.bucketize(shares, (values[1:] + values[:-1]) / 2, out_int32=True)
 

@@ -372,7 +372,7 @@ def test_compiled_tiles_are_those_of_the_same_code(with_entropy, monkeypatch):
         monkeypatch.setattr(kernel, "CPU_TILE", (16, 128))
         if compiled:
             for name in ("_absorb", "_slope"):
-                monkeypatch.setattr(kernel, name, kernel._compiled(getattr(kernel, name)))
+                monkeypatch.setattr(kernel, name, kernel.compiled(getattr(kernel, name)))
         logp, entropy, sum_p2 = kernel.linear_logp(hidden, Head(weight), targets, 0.7, True)
         loss = (logp * up[0]).sum() + ((entropy * up[1]).sum() if with_entropy else 0)
         found.append([logp, entropy, sum_p2, *torch.autograd.grad(loss, leaves)])

@@ -146,12 +146,13 @@ def step(folder: str, world, device) -> dict:
         value = critic(mine)
         value.sum().backward()
         rows = {key: len(p.to_local()) for key, p in policy.lm.named_parameters()}
+        shards = {key: (p.to_local().bfloat16(), tuple(p.shape)) for key, p in policy.lm.named_parameters()}
         equal = []
         for key, full in policy.full_tensors(torch.bfloat16):
-            shard = dict(policy.lm.named_parameters())[key].to_local().bfloat16()
+            shard, shape = shards[key]
             place = slice(world.rank * len(shard), (world.rank + 1) * len(shard))
             assert full.device.type == "cuda", key
-            equal.append(full[place].equal(shard) and tuple(full.shape) == tuple(policy.lm.get_parameter(key).shape))
+            equal.append(full[place].equal(shard) and tuple(full.shape) == shape)
         found[name] = {
             "norm": norm, "logp": logp.detach().cpu().tolist(), "value": value.detach().cpu().tolist(),
             "rows": rows, "gathered": all(equal), "num_gathered": len(equal), "reads": reads, "whole": whole,

@@ -16,10 +16,12 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +32,7 @@ import grpo
 from common.batch import Batch
 from common.engine.base import RolloutConfig
 from common.kernels import Head, linear_divergence, linear_logp
+from common.model import optimizers
 from common.model.attention import packed_sdpa, packed_varlen
 from common.model.flops import update_flops
 from common.model.loading import GIB, load_policy, read_config
@@ -234,7 +237,8 @@ def log_probs(device: torch.device, dtype: torch.dtype, tokens: int, width: int,
 
 def moments(world: ranks.World, shape: tuple[int, int]) -> Iterable[dict]:
     """Three steps with one gradient: each kind of AdamW moves a weight by the rate in each of them."""
-    for kind in ("adamw", "adamw-bf16", "adamw-8bit"):
+    for kind, compiled in (("adamw", True), ("adamw-bf16", False), ("adamw-bf16", True), ("adamw-8bit", False),
+                           ("adamw-8bit", True)):
         dtype = torch.float32 if kind == "adamw" else torch.bfloat16
         torch.manual_seed(0)
         layer = nn.Linear(shape[1], shape[0], bias=False, device=world.device, dtype=dtype)
@@ -249,14 +253,15 @@ def moments(world: ranks.World, shape: tuple[int, int]) -> Iterable[dict]:
                 gradient, layer.weight.device_mesh, layer.weight.placements)
             wait(world.device)
             start = time.perf_counter()
-            optimizer.step()
+            with nullcontext() if compiled else mock.patch.object(optimizers, "compiled", lambda function: function):
+                optimizer.step()
             wait(world.device)
             taken.append(time.perf_counter() - start)
         moved = -(layer.weight.full_tensor().float() - before) * gradient.float().sign() / (3 * config.lr)
         share = float(moved.mean())
         bytes_held = sum(x.to_local().nbytes for x in optimizer.state[layer.weight].values()
                          if isinstance(x, torch.distributed.tensor.DTensor))
-        yield {"what": kind, "dtype": str(dtype).removeprefix("torch."), "step / rate": share,
+        yield {"what": kind, "compiled": compiled, "dtype": str(dtype).removeprefix("torch."), "step / rate": share,
                "moments, bytes a weight": bytes_held / gradient.numel(), "step ms": 1e3 * min(taken)}
         check(abs(share - 1) < STEP_SHARE, f"{kind}: a step is {share:.3f} of the learning rate, must be 1")
 
