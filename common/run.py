@@ -4,6 +4,7 @@
 nothing of what is optimised: the loop, its phases and every formula are in the script.
 """
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -84,13 +85,19 @@ class Run(Training):
         self.engine = make_engine(EngineSetup(
             args.model, self.hf_config, args.rollout, args.policy, self.world,
             [prompt.tokens for prompt in self.train_set[:4]], stop_tokens(args.model, self.tokenizer),
-            self.max_sequence_length, args.seed, beside_engine_gb,
+            self.max_sequence_length, args.seed, beside_engine_gb, self._responses_of_an_engine(),
         ))
         self.engine_bytes = self.engine.pool_bytes
         self.closing.callback(self.engine.close)
         if args.reward_model.path and self.world.samples:
             self.scoring.model = RewardModel(args.reward_model, args.policy, self.world)
         return self.engine, self.max_tokens if self.world.trains else 0
+
+    def _responses_of_an_engine(self) -> int:
+        """In a step, with those in flight. 0 where a script has no --samples-per-prompt."""
+        num_engines = (self.world.num_samplers or self.world.size) // self.args.rollout.tp
+        num_responses = self.prompts_per_step * getattr(self.args, "samples_per_prompt", 0)
+        return math.ceil(num_responses * self.args.rollout.in_flight / num_engines)
 
     def _before_loading(self, name: str) -> None:
         super()._before_loading(name)

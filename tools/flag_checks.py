@@ -20,7 +20,8 @@ LEAST = {
     "--seed": (0, ""), "--total-epochs": (0, " (0: --total-steps counts)"), "--eval-prompts": (0, " (0: all)"),
     "--eval-n": (0, " (0: the greedy response alone)"), "--eval-temperature": (0, ""),
     "--rollout.top-k": (0, " (0: all tokens)"), "--rollout.val-top-k": (0, " (0: all tokens)"),
-    "--rollout.tool-result-tokens": (0, " (0: no limit)"), "--rollout.max-num-seqs": (1, ""), "--rollout.tp": (1, ""),
+    "--rollout.tool-result-tokens": (0, " (0: no limit)"), "--rollout.max-num-seqs": (0, " (0: all)"),
+    "--rollout.tp": (1, ""),
     "--kl-loss-coef": (0, ""), "--kl-reward-coef": (0, ""), "--overlong-factor": (0, ""),
     "--reward.max-error-frac": (0, " (0: no sample may fail)"),
 }

@@ -60,6 +60,7 @@ class EngineSetup:
     max_model_len: int  # tokens of prompt and response
     seed: int
     trainer_gb: float = 0.0  # GiB that the trainer keeps on each GPU while the engine is awake
+    num_responses: int = 0  # of a step, those of one engine; 0: unknown
 
 
 class Engine:

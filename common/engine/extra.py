@@ -6,6 +6,8 @@ import difflib
 import importlib.util
 from pathlib import Path
 
+import torch
+
 from rewards import json_object
 
 DECIDED = {
@@ -43,6 +45,18 @@ FIXED_ON_CPU = {
     **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), DRAFTS),
     **dict.fromkeys(("enable_chunked_prefill", "max_num_batched_tokens", "long_prefill_token_threshold"), WHOLE),
 }
+
+
+def most_sequences(device: torch.device, num_responses: int) -> int:
+    """--rollout.max-num-seqs 0, for an engine with so many responses in a step. The memory of graphs and of vLLM's
+    sampler grows with it, so it is no larger than needed; validation and unknown numbers (0) have 256 at least. The
+    limits are those of vLLM's `EngineArgs.get_batch_defaults`."""
+    limit = 256
+    if device.type == "cuda":
+        _, total = torch.cuda.mem_get_info(device)
+        if total >= 70 * 2**30:
+            limit = 1024
+    return min(limit, max(256, num_responses))
 
 
 def check_extra(extra: str, device: str) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from common.dataset.images import Images
 from common.engine.base import Engine, EngineSetup
+from common.engine.extra import most_sequences
 from common.engine.sync import Checksum, differing, held_checksums
 from common.flags.rollout import SamplingConfig
 from common.memory.plan import GRAPHS_GB, RESERVED_GB
@@ -52,7 +53,7 @@ class VLLMEngine(Engine):
             "tensor_parallel_size": config.tp,
             "distributed_executor_backend": "external_launcher",
             "max_model_len": setup.max_model_len,
-            "max_num_seqs": config.max_num_seqs,
+            "max_num_seqs": config.max_num_seqs or most_sequences(self.world.device, setup.num_responses),
             "logprobs_mode": "processed_logprobs",
             "seed": seed_of(setup.seed, self.engine_rank),
             "limit_mm_per_prompt": {"video": 0},

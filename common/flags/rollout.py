@@ -39,8 +39,8 @@ class EpisodeConfig:
     """Seconds that an episode's own code, including its tools, may take between two replies before its process is
     killed. Needs --rollout.episode."""
     episodes_at_once: int = 0
-    """Episodes that one engine runs at the same time, each in its own process. 0: --rollout.max-num-seqs. Needs
-    --rollout.episode."""
+    """Episodes that one engine runs at the same time, each in its own process. 0: --rollout.max-num-seqs,
+    or 256. Needs --rollout.episode."""
     lockstep: bool = False
     """Wait for the tools of all episodes before each step of the engine. Then a run repeats byte for byte. Otherwise
     the times at which tools end decide what is decoded together, and so how it is rounded. Needs --rollout.episode."""
@@ -78,9 +78,9 @@ class RolloutConfig(EpisodeConfig, SamplingConfig):
     """Oldest a token may be when it is trained, in steps (weight syncs); the rollout waits for groups that would exceed
     it. 0: drop unfinished groups, which is oversampling and favours short responses. Needs --rollout.in-flight above
     1."""
-    max_num_seqs: int = 256
-    """Maximum number of responses that one vLLM engine decodes at the same time. Only for --rollout.engine vllm or
-    --rollout.episode."""
+    max_num_seqs: int = 0
+    """Maximum number of responses that one vLLM engine decodes at the same time. 0: all that it has in a step, from 256
+    up to vLLM's own limit for the card (1,024 from 70 GiB on). Only for --rollout.engine vllm or --rollout.episode."""
     tp: int = 1
     """Tensor-parallel ranks per engine. There are world size / tp engines. Needs --rollout.engine vllm."""
     gpu_memory_utilization: float = 0.0

@@ -279,7 +279,7 @@ def start_episodes(config: RolloutConfig, tokenizer: Any, template_config: Templ
         return None
     if template_config.template == "plain":
         raise ValueError("--rollout.episode needs a chat template between turns, --data.template is plain")
-    config = replace(config, episodes_at_once=config.episodes_at_once or config.max_num_seqs)
+    config = replace(config, episodes_at_once=config.episodes_at_once or config.max_num_seqs or 256)
     check_at_least(1, {"--rollout.max-turns": config.max_turns, "--rollout.episodes-at-once": config.episodes_at_once})
     if not 0 < config.tool_timeout_s <= 1e9:  # sockets take no more, nor infinity
         raise ValueError(f"--rollout.tool-timeout-s {config.tool_timeout_s:g} must be above 0 and at most 1e9")

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from common.engine.extra import most_sequences
 from tests.gpu import engine_configs
 from tests.gpu.engine_configs import CASES, Case, failed_imports, options_of
 
@@ -88,3 +89,11 @@ def test_what_sleep_loses_is_found():
         layer.plain, layer.some = torch.ones(2), [1, torch.ones(2)]
         layer.method = types.SimpleNamespace(scale=torch.ones(2), weight=layer.weight)
     assert engine_configs.lost_in_sleep(model) == ["Linear.method", "Linear.plain", "Linear.some"]
+
+
+@pytest.mark.parametrize(("gib", "num_responses", "most"), [(79.2, 600, 600), (79.2, 4096, 1024), (79.2, 0, 256),
+                                                            (44.4, 600, 256)])
+def test_an_engine_decodes_what_it_has_up_to_the_limit_for_the_card(gib, num_responses, most, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, int(gib * 2**30)))
+    assert most_sequences(torch.device("cuda", 0), num_responses) == most
+    assert most_sequences(torch.device("cpu"), num_responses) == 256

@@ -379,7 +379,7 @@ def test_verls_defaults_are_written_out(monkeypatch):
     assert (args.clip_low, args.clip_high, args.clip_dual, args.norm_by_std) == (0.2, 0.2, 3.0, True)
     assert (args.kl_loss_coef, args.entropy_coef) == (0, 0)
     assert (args.rollout.temperature, args.rollout.top_p, args.rollout.top_k) == (1.0, 1.0, 0)
-    assert (args.rollout.tp, args.rollout.max_num_seqs, args.max_tokens_per_gpu) == (2, 256, 16384)
+    assert (args.rollout.tp, args.rollout.max_num_seqs, args.max_tokens_per_gpu) == (2, 0, 16384)
     assert (args.eval_n, args.eval_every, args.save.every, args.correction.preset) == (0, 0, 0, "disabled")
     assert args.eval_prompts == 0                                       # all of them
     assert args.data.on_long_prompt == "error" and args.seed == 0
