@@ -89,7 +89,11 @@ class VLLMEngine(Engine):
         cpu = start_on_cpu() if self.on_cpu else contextlib.nullcontext()
         with mock.patch.dict(os.environ), kept, quiet, cpu:
             from vllm import LLM
+            from vllm.engine.arg_utils import EngineArgs
 
+            if hasattr(EngineArgs, "cpu_distributed_timeout_seconds"):  # else vLLM's 10 and 30 minutes hold, as in 0.26
+                seconds = int(setup.world.timeout.total_seconds())
+                options |= {"distributed_timeout_seconds": seconds, "cpu_distributed_timeout_seconds": seconds}
             # the other kernels for mixtures keep the experts' weights in another order, which a sync does not write
             extra = ({} if self.on_cpu else {"moe_backend": "triton"}) | json_object("--rollout.extra", config.extra)
             self.llm = LLM(**options, **extra)

@@ -2,7 +2,9 @@
 
 import atexit
 import hashlib
+import ipaddress
 import os
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -42,6 +44,7 @@ class World:
     samples: bool = True
     num_samplers: int = 0  # above 0: no rank trains and samples, and all numbers above are of one side
     job_store: dist.Store | None = None  # of both sides
+    timeout: timedelta = timedelta(seconds=3900)  # of a collective
 
     @property
     def is_main(self) -> bool:
@@ -100,6 +103,7 @@ def init(timeout_s: float = 3600.0, replicas: int = 1, sequence_parallel: int = 
         # torchrun 2.13 keeps one store over all restarts: without a prefix, ranks find addresses of those that are gone
         store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
         store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        check_address(store, job_rank, job_size)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}                                      # vLLM reads them
     own = dist.PrefixStore("trainers" if trains else "samplers", store)
     dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=timeout)
@@ -113,7 +117,31 @@ def init(timeout_s: float = 3600.0, replicas: int = 1, sequence_parallel: int = 
         samples=not trains or num_samplers == 0,
         num_samplers=num_samplers,
         job_store=store,
+        timeout=timeout,
     )
+
+
+def check_address(store: dist.Store, rank: int, size: int) -> None:
+    """gloo listens on the address of the machine's name. Where that is the machine itself, as in Debian's images
+    (127.0.1.1), ranks of other machines would wait for it until the time limit: ValueError."""
+    name = socket.gethostname()
+    store.set(f"machine_of_{rank}", name)
+    if "GLOO_SOCKET_IFNAME" in os.environ or int(os.environ.get("LOCAL_WORLD_SIZE", size)) == size:
+        return
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        address = "127.0.0.1"  # gloo takes it for a name without an address
+    if not ipaddress.ip_address(address).is_loopback:
+        return
+    for other in (0, size - 1):
+        other_name = store.get(f"machine_of_{other}").decode()
+        if other_name != name:
+            raise ValueError(
+                f"this machine's name {name} is {address} to itself, where {other_name} cannot reach it: set "
+                f"GLOO_SOCKET_IFNAME to the network interface between the machines (`ip -br address` lists them), "
+                f"or give the name its address in /etc/hosts"
+            )
 
 
 def collective_timeout(timeout_s: float) -> timedelta:

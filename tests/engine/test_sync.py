@@ -6,6 +6,7 @@ import math
 import os
 import tempfile
 import threading
+from datetime import timedelta
 
 import psutil
 import pytest
@@ -389,3 +390,13 @@ def test_the_gpu_check_runs_here_too(monkeypatch, capsys):
     assert 0 < row["probe prob diff"] < 0.02 and row["sync gb_per_s"] > 0
     assert row["tokens/s in the loop"] > 0 and row["asleep growth GiB"] < 0.1
     assert said[-1].startswith("| loop / bare |")
+
+
+def test_a_collective_of_vllm_waits_as_long_as_those_of_the_trainer(world, tmp_path):
+    """--save.timeout-s, and not vLLM's own 30 minutes of gloo."""
+    from vllm.distributed import get_tp_group
+
+    engine, _ = start(make_model("llama", True, tmp_path), world)
+    backend = get_tp_group().cpu_group._get_backend(torch.device("cpu"))
+    assert backend.options._timeout == world.timeout == timedelta(seconds=3900)
+    engine.close()

@@ -1,6 +1,8 @@
 """What joining the ranks refuses, and how they leave."""
 
+import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +33,18 @@ tensor = torch.zeros(50 * 2**20, dtype=torch.uint8)
 sys.setswitchinterval(60)
 dist.all_gather([torch.empty_like(tensor)], tensor, group=group, async_op=True)
 {end}
+"""
+
+TWO_MACHINES = """
+import torch
+import torch.distributed as dist
+from common.parallel import ranks
+
+world = ranks.init(60)
+total = torch.tensor(world.rank + 1)
+dist.all_reduce(total)
+print("sum", int(total))
+ranks.shutdown()
 """
 
 
@@ -98,7 +112,8 @@ def gpus(machine, monkeypatch):
 
 def test_a_rank_has_the_gpu_of_its_place_on_the_machine(gpus, monkeypatch):
     """Rank 11 of 16 is the fourth of the second machine."""
-    for name, value in {"RANK": "11", "WORLD_SIZE": "16", "LOCAL_RANK": "3"}.items():
+    for name, value in {"RANK": "11", "WORLD_SIZE": "16", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8",
+                        "GLOO_SOCKET_IFNAME": "eth0"}.items():
         monkeypatch.setenv(name, value)
     world = ranks.init(60.0)
     assert (str(world.device), world.rank, gpus["device"], gpus["rank"]) == ("cuda:3", 11, "cuda:3", 11)
@@ -106,6 +121,33 @@ def test_a_rank_has_the_gpu_of_its_place_on_the_machine(gpus, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "8")
     with pytest.raises(ValueError, match=r"local rank 8 needs a GPU of its own, this machine has 8: set torchrun"):
         ranks.init(60.0)
+
+
+def on_two_machines(folder: Path, **env: str) -> list[subprocess.CompletedProcess]:
+    """A sum over two ranks, each on a machine of its own name, which has no address. They share a network."""
+    script = folder / "sum.py"
+    script.write_text(TWO_MACHINES)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    here = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2",
+                         "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "PYTHONPATH": str(ROOT)} | env
+    command = f"hostname node$RANK && exec {sys.executable} {script}"
+    started = [subprocess.Popen(["unshare", "--uts", "sh", "-c", command], env=here | {"RANK": str(rank)}, text=True,
+                                stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank in range(2)]
+    return [subprocess.CompletedProcess(p.args, p.wait(), *p.communicate()) for p in started]
+
+
+@pytest.mark.skipif(subprocess.run(["unshare", "--uts", "true"], capture_output=True).returncode != 0,
+                    reason="names of machines need root")
+def test_a_machine_that_others_cannot_reach_is_named(tmp_path):
+    """Debian's images give a machine's name the address 127.0.1.1; a container's may have none."""
+    first, second = on_two_machines(tmp_path)
+    assert first.returncode == second.returncode == 1
+    assert "this machine's name node0 is 127.0.0.1 to itself, where node1 cannot reach it: set GLOO_" in first.stderr
+    assert "node1 is 127.0.0.1 to itself, where node0 cannot reach it" in second.stderr
+    for done in on_two_machines(tmp_path, GLOO_SOCKET_IFNAME="lo"):
+        assert (done.returncode, done.stdout) == (0, "sum 3\n"), done.stderr
 
 
 @pytest.mark.parametrize("timeout_s", [1.0, 3600.0, 0])
