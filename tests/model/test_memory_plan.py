@@ -153,6 +153,8 @@ def test_a_tied_embedding_and_a_critic(llama, tmp_path):
     assert half.resident()["weights"] + half.resident()["moments"] == pytest.approx(6 * ALL / GIB)
     assert half.update(96)["gradients"] == pytest.approx(2 * ALL / GIB)
     assert sum(both.update(96).values()) > sum(alone.update(96).values()) + critic.all * 12 / GIB * 0.99
+    both.decide_share(0.0, 0)                                           # nothing fits: all of both are recomputed
+    assert both.share == 1 and [model.num_recomputed for model in both.trained] == [3, 3]
 
 
 def with_context(folder: Path, length: int, name: str = "LlamaForCausalLM", **config) -> str:
