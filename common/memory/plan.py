@@ -13,6 +13,7 @@ from transformers import AutoModel, PretrainedConfig
 from common.flags.model import OffloadConfig
 from common.flags.rules import num_shards
 from common.forward.router_replay import routers_of
+from common.forward.vision import FAMILIES
 from common.kernels import CHUNK_BYTES
 from common.memory.sizes import IN_PASSES, Model, Moment
 from common.model.flops import check_context
@@ -57,6 +58,7 @@ class MemoryPlan:
             self.trained.append(Model(config, policy, ranks, AutoModel, args.lora, args.critic_optim.kind))
         self.share = policy.gradient_checkpointing
         """Share of the blocks of each model that are recomputed; None: not decided."""
+        self.reads_images = hf_config.model_type in FAMILIES
         self.keys = 0.0
         if policy.sequence_parallel > 1:                    # the keys of all ranks, and of them what is seen
             self.keys = 2.0 * policy.sequence_parallel
@@ -146,7 +148,7 @@ class MemoryPlan:
     def decide_share(self, gpu_gb: float, requested: int) -> None:
         """Without --policy.gradient-checkpointing, recompute as few blocks as a GPU of this size allows with
         micro-batches of `requested` tokens (0: of ENOUGH_TOKENS), or all where even these do not fit."""
-        if self.share is not None:
+        if self.share is not None or self.reads_images:                 # a tower's activations are not planned
             return
         tokens = requested or max(ENOUGH_TOKENS, self.smallest)
         num_blocks = self.policy.num_blocks
