@@ -13,8 +13,8 @@ class ModelConfig:
     gradient_checkpointing: bool | float | None = None
     """Share of the layers that are recomputed in the backward pass, for less memory: the same gradient, and for all of
     them about a third more compute. True: all, False: none. None: on a GPU as few as the plan of memory allows with
-    micro-batches of 16384 tokens (or --max-tokens-per-gpu); on a CPU, and of a model that reads images, all above 1B
-    weights. Needs training."""
+    micro-batches of 16384 tokens (or --max-tokens-per-gpu); on a CPU, and of models that read images or have layers
+    with a state, all above 1B weights. Needs training."""
     replicas: int = 1
     """Copies of the models (HSDP), each sharded over world size / replicas ranks; weights travel only among these."""
     liger: bool = True

@@ -148,7 +148,9 @@ class MemoryPlan:
     def decide_share(self, gpu_gb: float, requested: int) -> None:
         """Without --policy.gradient-checkpointing, recompute as few blocks as a GPU of this size allows with
         micro-batches of `requested` tokens (0: of ENOUGH_TOKENS), or all where even these do not fit."""
-        if self.share is not None or self.reads_images:                 # a tower's activations are not planned
+        # the activations of a vision tower and of layers with a state are no upper bound
+        is_unknown = self.reads_images or any(model.has_states for model in self.trained)
+        if self.share is not None or is_unknown:
             return
         tokens = requested or max(ENOUGH_TOKENS, self.smallest)
         num_blocks = self.policy.num_blocks

@@ -58,6 +58,8 @@ class Model:
             self.gradient_bytes = 4 * self.trained_shard
         self._count_moments(model, shards, kind, config.expert_parallel)
         self.recompute(recomputed_share(config, self.all))
+        self.has_states = any(isinstance(module, nn.Conv1d) for module in model.modules())
+        """Layers that carry a state over tokens, whose activations are counted as those of attention and MLPs."""
 
     def recompute(self, share: float) -> None:
         """Count with this share of the blocks recomputed in the backward pass."""

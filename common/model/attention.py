@@ -114,8 +114,8 @@ def packed_varlen(
     module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, scaling: float | None = None,
     sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **layout,
 ) -> tuple[Tensor, None]:
-    """The same through torch's FlashAttention-2 kernels, or those that `use_kernel` puts in their place (CUDA, float16 or bfloat16, head_dim <= 256, no soft-cap, no
-    sinks).
+    """The same through torch's FlashAttention-2 kernels, or those that `use_kernel` puts in their place (CUDA, float16
+    or bfloat16, head_dim <= 256, no soft-cap, no sinks).
 
     Where a sequence has more keys than queries, the kernel's causal mask lets the last query see all keys."""
     key, value = _take_keys(key, value, **layout)
@@ -213,7 +213,7 @@ def use_kernel(device: torch.device, hf_config: PretrainedConfig, config: ModelC
     if choose_attention(device, hf_config, config) == "packed_varlen":
         name = newer_kernel(device, hf_config)
     ASKED.add(name)
-    if ASKED == {""}:
+    if not any(ASKED):
         return
     if len(ASKED) > 1:
         switch.restore_flash_attention_impl(_raise_warn=False)
@@ -229,7 +229,7 @@ def use_kernel(device: torch.device, hf_config: PretrainedConfig, config: ModelC
 def kernel_in_use() -> str:
     """The FlashAttention that `packed_varlen` runs, as the start of a run prints it."""
     name = None
-    if ASKED - {""}:
+    if any(ASKED):
         name = switch.current_flash_attention_impl()
     return (name or "FA2").replace("FA", "FlashAttention ")
 

@@ -14,8 +14,8 @@ CALLS = []
 
 def _of_each(q: Tensor, k: Tensor, v: Tensor, offsets_q: Tensor, offsets_k: Tensor, scale: float | None, causal: bool,
              left: int, right: int) -> Iterator[tuple[slice, slice, Tensor, Tensor, Tensor, Tensor]]:
-    """Of each sequence its rows of queries and of keys, the scores [heads, queries, keys], and query, key and value, all
-    with the query's heads. Query i sees the keys from i + keys - queries - left to i + keys - queries + right, both
+    """Of each sequence its rows of queries and of keys, the scores [heads, queries, keys], and query, key and value,
+    all with the query's heads. Query i sees the keys from i + keys - queries - left to i + keys - queries + right, both
     included, -1: all."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     for (a, b), (c, d) in zip(itertools.pairwise(offsets_q.tolist()), itertools.pairwise(offsets_k.tolist())):
@@ -92,19 +92,20 @@ def _fa3_forward(q, k, v, _k, _v, _qv, out, offsets_q, offsets_k, _new, _used, _
 
 def _fa3_backward(up, q, k, v, out, sums, dq, dk, dv, offsets_q, offsets_k, _q, _k, max_q, max_k, scale, causal, left,
                   right, *_):
-    for target, found in zip((dq, dk, dv), _backward("FA3", up, q, k, v, sums, offsets_q, offsets_k, scale, causal, left,
-                                                     right)):
+    grads = _backward("FA3", up, q, k, v, sums, offsets_q, offsets_k, scale, causal, left, right)
+    for target, found in zip((dq, dk, dv), grads):
         target.copy_(found)
 
 
 if __name__ == "flash_attn_interface":                                  # the module of flash-attn-3
     LIBRARY = torch.library.Library("flash_attn_3", "DEF")
-    LIBRARY.define("fwd(Tensor q, Tensor k, Tensor v, Tensor? a, Tensor? b, Tensor? c, Tensor? d, Tensor? e, Tensor? f, "
-                   "Tensor? g, Tensor? h, Tensor? i, int? j, int? l, Tensor? m, Tensor? n, Tensor? o, Tensor? p, "
-                   "Tensor? r, Tensor? s, Tensor? t, Tensor? u, Tensor? w, float? x, bool y, int z, int aa, int bb, "
-                   "float cc, bool dd, Tensor? ee, int ff, bool? gg, int hh) -> (Tensor, Tensor, Tensor, Tensor)")
-    LIBRARY.define("bwd(Tensor up, Tensor q, Tensor k, Tensor v, Tensor out, Tensor sums, Tensor(a!) dq, Tensor(b!) dk, "
-                   "Tensor(c!) dv, Tensor? a, Tensor? b, Tensor? c, Tensor? d, int? e, int? f, float? g, bool h, int i, "
-                   "int j, float l, bool m, int n) -> ()")
+    LIBRARY.define("fwd(Tensor q, Tensor k, Tensor v, Tensor? a, Tensor? b, Tensor? c, Tensor? d, Tensor? e, "
+                   "Tensor? f, Tensor? g, Tensor? h, Tensor? i, int? j, int? l, Tensor? m, Tensor? n, Tensor? o, "
+                   "Tensor? p, Tensor? r, Tensor? s, Tensor? t, Tensor? u, Tensor? w, float? x, bool y, int z, int aa, "
+                   "int bb, float cc, bool dd, Tensor? ee, int ff, bool? gg, int hh) -> "
+                   "(Tensor, Tensor, Tensor, Tensor)")
+    LIBRARY.define("bwd(Tensor up, Tensor q, Tensor k, Tensor v, Tensor out, Tensor sums, Tensor(a!) dq, "
+                   "Tensor(b!) dk, Tensor(c!) dv, Tensor? a, Tensor? b, Tensor? c, Tensor? d, int? e, int? f, "
+                   "float? g, bool h, int i, int j, float l, bool m, int n) -> ()")
     LIBRARY.impl("fwd", _fa3_forward, "CPU")
     LIBRARY.impl("bwd", _fa3_backward, "CPU")

@@ -66,9 +66,9 @@ def numbers(model: dict, shards: int) -> tuple[int, int, int]:
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_moved_by_hand(name, simulated):
     """Weights are gathered in 16 bits over the shards of one copy, for each pass (head and last norm stay for the
-    backward pass), and gradients reduced in 32; what is left of these is summed over the copies once a mini-batch. The ranks of a group
-    gather 16-bit keys and values of all their tokens in each layer, reduce their gradients, and sum log-probs and
-    entropies in 32 bits on the way there, gradients of log-probs on the way back."""
+    backward pass), and gradients reduced in 32; what is left of these is summed over the copies once a mini-batch. The
+    ranks of a group gather 16-bit keys and values of all their tokens in each layer, reduce their gradients, and sum
+    log-probs and entropies in 32 bits on the way there, gradients of log-probs on the way back."""
     one, moved = CASES[name], {phase: dict(peak.moved) for phase, peak in simulated[name].items()}
     n, copies, times = one.policy.sequence_parallel, one.policy.replicas, one.num_microbatches
     shards, tokens = one.gpus // copies, n * one.tokens

@@ -1,5 +1,5 @@
-"""FlashAttention 4 and 3 where they are installed: torch's own switch puts them into the place of its kernels. Stand-ins
-have their functions and definition; the choice, torch's switch and what it hands over are the real ones."""
+"""FlashAttention 4 and 3 where they are installed: torch's own switch puts them into the place of its kernels.
+Stand-ins have their functions and definition; the choice, torch's switch and what it hands over are the real ones."""
 
 import json
 import shutil
@@ -18,7 +18,8 @@ from tests.cuda.step_worker import RESPONSES
 from tests.cuda.test_flash_package import CONFIGS, SIZES
 
 PACKAGES = {"FA4": ("flash_attn_4", "flash_attn/cute/interface.py"), "FA3": ("flash_attn_3", "flash_attn_interface.py")}
-MODELS = {"llama": CONFIGS["llama"], "window": CONFIGS["window"], "heads of 136": LlamaConfig(**SIZES | {"head_dim": 136})}
+MODELS = {"llama": CONFIGS["llama"], "window": CONFIGS["window"],
+          "heads of 136": LlamaConfig(**SIZES | {"head_dim": 136})}
 RUNS = {  # package, first number of the card's capability, models in the order in which they are loaded
     "FA4 on Hopper": ("FA4", 9, ["llama", "window", "shared", "heads of 136"]),
     "FA4 on Ampere": ("FA4", 8, ["llama"]),
@@ -77,7 +78,7 @@ def test_numbers_are_those_of_the_cpu(run, name, models, found):
     for call in ours["calls"][:2]:
         assert call["causal"] == (name != "window") and call["window"] == ([2, 0] if name == "window" else [-1, 0])
         lengths = Batch.build(*RESPONSES).cu_seqlens.diff().tolist()
-        assert name == "shared" or call["lengths"] == lengths and min(call["longest"]) >= max(lengths)
+        assert name == "shared" or (call["lengths"] == lengths and min(call["longest"]) >= max(lengths))
 
 
 @pytest.fixture
@@ -100,7 +101,7 @@ def test_the_newest_kernel_that_fits_is_chosen(installed, monkeypatch):
     for capability, wanted in ((10, ["FA4", "", ""]), (8, ["", "", ""]), (12, ["", "", ""])):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None, major=capability: (major, 0))
         assert [attention.newer_kernel("cuda", config) for config in (llama, wide, wider)] == wanted
-    llama.model_type = "qwen3_vl"                                       # its tower runs sdpa, for which the switch holds
+    llama.model_type = "qwen3_vl"                       # the switch holds for sdpa too, which its tower runs
     assert attention.newer_kernel("cuda", llama) == ""
 
 

@@ -175,7 +175,7 @@ def test_recomputed_layers_change_no_bit_of_a_gradient(load, dtype, tiny_llama, 
         passes = []
         layers = (model.lm.model if load is load_policy else model.backbone).layers
         for number, layer in enumerate(layers):
-            layer.self_attn.register_forward_pre_hook(lambda *_, number=number: passes.append(number))
+            layer.self_attn.register_forward_pre_hook(lambda *_, number=number, seen=passes: seen.append(number))
         if load is load_critic:
             model.head.weight.detach().to_local().fill_(0.01)           # of zeros the backbone would have no gradient
         batch = make_batch(VOCAB)

@@ -1,5 +1,5 @@
-"""Copies of the model (HSDP) sum their gradients once a mini-batch, and the gradient is that of one copy. The ranks, two
-copies over two shards each, run tests/parallel/copies_worker.py."""
+"""Copies of the model (HSDP) sum their gradients once a mini-batch, and the gradient is that of one copy. The ranks,
+two copies over two shards each, run tests/parallel/copies_worker.py."""
 
 from pathlib import Path
 
