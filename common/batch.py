@@ -41,6 +41,7 @@ class Batch:
     value: Tensor | None = field(default=None, metadata=PER_TOKEN)
     returns: Tensor | None = field(default=None, metadata=PER_TOKEN)
     routing: Tensor | None = field(default=None, metadata=PER_TOKEN)        # [T, layers, k] int16, by router_replay.py
+    ends_minibatch: bool = True  # False: copies of the model need not sum its gradient yet (--policy.replicas)
     extra: dict[str, Tensor] = field(default_factory=dict)              # name -> [T, ...], a script's own
     response_extra: dict[str, Tensor] = field(default_factory=dict)     # name -> [S, ...], a script's own
     last_pass: dict[str, Tensor] = field(default_factory=dict)

@@ -7,7 +7,7 @@ import torch
 
 from common.flags.model import OptimConfig
 from common.model.policy import PackedModel
-from common.model.sharding import clip_gradients
+from common.model.sharding import check_all_reduced, clip_gradients
 
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
@@ -22,9 +22,10 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
 def optimizer_step(model: PackedModel, optimizer: torch.optim.Optimizer, lr: float, config: OptimConfig) -> float:
     """Clip, step, zero the gradients. Returns the global gradient norm before clipping.
 
-    A norm that is not finite changes nothing: the caller counts the skipped step. Too many in a row: RuntimeError. A
-    gradient on a canary: ValueError.
+    A norm that is not finite changes nothing: the caller counts the skipped step. Too many in a row: RuntimeError, as
+    for gradients that copies of the model have not summed. A gradient on a canary: ValueError.
     """
+    check_all_reduced(model)
     norm = clip_gradients(model.parameters(), config.max_grad_norm)
     if not norm.isfinite():
         model.check_canaries()

@@ -225,6 +225,10 @@ class Minibatch:
     """[S] float64, the same on every rank: sampled tokens of the responses of this mini-batch that were left out. They
     count in denominators. 0 for all others."""
 
+    def __post_init__(self) -> None:
+        for microbatch in self.microbatches:
+            microbatch.ends_minibatch = microbatch is self.microbatches[-1]
+
     def __iter__(self) -> Iterator[Batch]:
         return iter(self.microbatches)
 

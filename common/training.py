@@ -152,6 +152,7 @@ class Training(Models):
         response, unless `Run` did."""
         self.plan = MemoryPlan(self.args, self.hf_config, self.world.size, self.max_sequence_length, frozen, critic)
         self.max_tokens, why = self.plan.choose_budget(max_tokens, self.world.device)
+        self.recomputed_share = self.plan.share
         ranks.print_on_main(self.world, f"memory {why}")
         return self.max_tokens
 
@@ -161,9 +162,10 @@ class Training(Models):
         optim = self.args.optim
         batch = batch_line(sizes, self.max_tokens, self.max_sequence_length, self.world.size)
         kernels = kernels_line(self.args.policy, self.hf_config, self.world.device)
+        recomputed = f"{self.policy.num_recomputed} of {self.policy.num_blocks} layers recomputed"
         ranks.print_on_main(
             self.world,
-            f"batch  {batch}\ntrain  {objective}; lr {optim.lr:g} ({optim.schedule})\nruns   {kernels}",
+            f"batch  {batch}\ntrain  {objective}; lr {optim.lr:g} ({optim.schedule})\nruns   {kernels}, {recomputed}",
         )
 
     def resume(self) -> dict[str, Any]:

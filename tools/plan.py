@@ -61,6 +61,7 @@ class Command:
         self.max_tokens, self.frozen, self.critic = max_tokens, frozen, critic
         longest = args.data.max_prompt_length + args.rollout.max_response_length
         self.plan = MemoryPlan(args, hf_config, gpus, longest, frozen, critic)
+        self.plan.decide_share(gpu_gb, max_tokens)
         self.tokens = max_tokens or self.plan.largest_budget(gpu_gb) or self.plan.smallest
 
     def changed(self, flags: dict[str, Any], gpus: int) -> "Command":
@@ -182,11 +183,13 @@ def changes(command: Command, node: int) -> Iterator[tuple[dict[str, Any], int]]
     alone: list[dict[str, Any]] = [{}, moments]
     if command.max_tokens > command.plan.smallest:
         alone.insert(1, {"--max-tokens-per-gpu": 0})
-    if not command.plan.policy.recomputes:
+    given = command.args.policy.gradient_checkpointing                  # None: what must be is recomputed already
+    may_recompute = given is not None and given < 1
+    if may_recompute:
         alone += [{"--policy.gradient-checkpointing": True}, {"--policy.gradient-checkpointing": True} | moments]
     alone += [{"--rollout.tp": tp} | other for other in ({}, moments) for tp in tps]
     alone += [both, *(both | {"--rollout.tp": tp} for tp in tps)]
-    if not command.plan.policy.recomputes:
+    if may_recompute:
         alone += [flags | {"--policy.gradient-checkpointing": True} for flags in alone if "--rollout.tp" in flags]
     needs_share = num_samplers() and command.args.reward_model.path     # async_grpo.py refuses it without
     if command.args.rollout.gpu_memory_utilization and not needs_share:     # 0: what the trainer leaves free
@@ -227,8 +230,8 @@ def report(command: Command, node: int) -> str:
     policy = command.plan.policy
     lines += [
         "",
-        f"model    {policy.all / 1e9:.2f}B weights on {command.gpus} GPUs of {command.gpu_gb:.1f} GiB, gradient "
-        f"checkpointing {'on' if policy.recomputes else 'off'}",
+        f"model    {policy.all / 1e9:.2f}B weights on {command.gpus} GPUs of {command.gpu_gb:.1f} GiB, "
+        f"{policy.num_recomputed} of {policy.num_blocks} layers recomputed",
         f"budget   {command.tokens:,} tokens a micro-batch ({why(command)})",
         f"fullest  {fullest}, {totals[fullest]:.1f} of {command.gpu_gb:.1f} GiB: "
         f"{'it fits' if command.fits() else 'it does not fit'}",
@@ -381,9 +384,10 @@ RESPONSES = {1024: 1, 31744: 4}
 
 
 def fitting(hf_config: Any, gpus: int, gpu_gb: float, max_tokens: int = 0, response_length: int = 1024,
-            sequence_parallel: int = 1) -> tuple[Command, dict[str, Any]] | None:
+            sequence_parallel: int = 1,
+            recomputes: bool | None = None) -> tuple[Command, dict[str, Any]] | None:
     """A GRPO run without a reference, with the flags with which it fits."""
-    policy = ModelConfig(liger=False, sequence_parallel=sequence_parallel)      # the same on every machine
+    policy = ModelConfig(liger=False, sequence_parallel=sequence_parallel, gradient_checkpointing=recomputes)
     rollout = RolloutConfig(max_response_length=response_length)
     args = RunArgs(model="", train_data=(), policy=policy, rollout=rollout)
     command = Command(args, hf_config, gpus, VISIBLE * gpu_gb, max_tokens)
@@ -400,21 +404,28 @@ def cell(text: str, flags: dict[str, Any]) -> str:
     return text + (f"<br>`{in_words(flags)}`" if flags else "")
 
 
+def budget_cell(command: Command, flags: dict[str, Any]) -> str:
+    policy = command.plan.policy
+    share = f", {policy.num_recomputed / policy.num_blocks:.0%}" if policy.num_recomputed else ""
+    return cell(f"{command.tokens:,}{share}", flags)
+
+
 def table(names: Iterable[str] = SHAPES) -> str:
-    """Of each model and home the budget and the flags."""
+    """Of each model and home the budget, the share of layers that are recomputed if any are, and the flags."""
     rows = ["| model | " + " | ".join(f"{gpus} x {gb:g} GB" for gpus, gb in HOMES) + " |", "| --- " * 6 + "|"]
     for name in names:
         found = [fitting(SHAPES[name], *home) for home in HOMES]
-        rows.append(f"| {name} | " + " | ".join(cell(f"{x[0].tokens:,}", x[1]) if x else "no" for x in found) + " |")
+        rows.append(f"| {name} | " + " | ".join(budget_cell(*x) if x else "no" for x in found) + " |")
     return "\n".join(rows)
 
 
 def large_table(names: Iterable[str] = LARGE, numbers: Iterable[int] = NUMBERS) -> str:
-    """Of each model, longest response and number of GPUs the GiB of each, in the fullest phase, and the flags."""
+    """Of each model, longest response and number of GPUs the GiB of each, in the fullest phase, and the flags. All
+    layers are recomputed."""
     rows = ["| model | response | " + " | ".join(f"{gpus} GPUs" for gpus in numbers) + " |"]
     rows.append("| --- " * (rows[0].count("|") - 1) + "|")
     for name, (length, n) in itertools.product(names, RESPONSES.items()):
-        found = [fitting(SHAPES[name], gpus, 80.0, 8192, length, n) for gpus in numbers]
+        found = [fitting(SHAPES[name], gpus, 80.0, 8192, length, n, True) for gpus in numbers]
         cells = (cell(f"{max(x[0].totals().values()):.0f}", x[1]) if x else "no" for x in found)
         rows.append(f"| {name} | {length:,} | " + " | ".join(cells) + " |")
     return "\n".join(rows)

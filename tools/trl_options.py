@@ -116,7 +116,7 @@ NEEDLESS = {
     "project": "wandb's project is --log.wandb-project",
     "local_rollout_forward_batch_size": "micro-batches are filled up to --max-tokens-per-gpu",
     "per_device_eval_batch_size": "micro-batches are filled up to --max-tokens-per-gpu",
-    "gradient_checkpointing_kwargs": "--policy.gradient-checkpointing is one switch",
+    "gradient_checkpointing_kwargs": "--policy.gradient-checkpointing is one number",
     "model_init_kwargs": "--policy.* has what a model is loaded with",
     "report_to": "console and metrics.jsonl always; --log.to wandb tensorboard",
     "trackio_space_id": "metrics are in metrics.jsonl; --log.to wandb tensorboard",

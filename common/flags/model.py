@@ -10,9 +10,11 @@ class ModelConfig:
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Data type of activations and matrix products. Logits are always float32; --optim.kind is for weights. A CPU
     without bfloat16 instructions (AMX, AVX-512 BF16) emulates them at an eighth of float32's speed."""
-    gradient_checkpointing: bool | None = None
-    """Recompute each layer in the backward pass: less memory, about a third more compute. None: above 1B weights. Needs
-    training."""
+    gradient_checkpointing: bool | float | None = None
+    """Share of the layers that are recomputed in the backward pass, for less memory: the same gradient, and for all of
+    them about a third more compute. True: all, False: none. None: on a GPU as few as the plan of memory allows with
+    micro-batches of 16384 tokens (or --max-tokens-per-gpu); on a CPU, and of models that read images or have layers
+    with a state, all above 1B weights. Needs training."""
     replicas: int = 1
     """Copies of the models (HSDP), each sharded over world size / replicas ranks; weights travel only among these."""
     liger: bool = True
@@ -33,6 +35,12 @@ class ModelConfig:
     training."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Off: only architectures of transformers itself."""
+
+    def __post_init__(self):
+        share = self.gradient_checkpointing
+        if share is not None and not 0 <= share <= 1:
+            raise ValueError(f"--policy.gradient-checkpointing {share} must be True, False, None or a share of the "
+                             f"layers in [0, 1]")
 
 
 @dataclass

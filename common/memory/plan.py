@@ -13,6 +13,7 @@ from transformers import AutoModel, PretrainedConfig
 from common.flags.model import OffloadConfig
 from common.flags.rules import num_shards
 from common.forward.router_replay import routers_of
+from common.forward.vision import FAMILIES
 from common.kernels import CHUNK_BYTES
 from common.memory.sizes import IN_PASSES, Model, Moment
 from common.model.flops import check_context
@@ -27,6 +28,8 @@ GRAPHS_GB = 1.5
 MAX_TOKENS = 32768
 """The largest token budget that is chosen: a micro-batch of this size keeps a GPU busy."""
 TOKENS_ON_CPU = 16384
+ENOUGH_TOKENS = 16384
+"""The token budget for which layers are recomputed: a larger one saves less time than recomputing them takes."""
 FREE_BLOCKS = {"gradients": 0.5, **dict.fromkeys(IN_PASSES, 0.15)}
 """Bytes that torch's allocator holds between the blocks in use, for each byte of a part (as simulated: gradients arrive
 one by one between temporary tensors)."""
@@ -53,6 +56,9 @@ class MemoryPlan:
             config = read_critic(critic, policy, hf_config)
             check_context(config, longest, f"--critic-model {critic}")
             self.trained.append(Model(config, policy, ranks, AutoModel, args.lora, args.critic_optim.kind))
+        self.share = policy.gradient_checkpointing
+        """Share of the blocks of each model that are recomputed; None: not decided."""
+        self.reads_images = hf_config.model_type in FAMILIES
         self.keys = 0.0
         if policy.sequence_parallel > 1:                    # the keys of all ranks, and of them what is seen
             self.keys = 2.0 * policy.sequence_parallel
@@ -118,7 +124,7 @@ class MemoryPlan:
         engine."""
         phases = []
         for model in self.trained:
-            phases.append({"gradients": model.trained_bytes} | model.update(tokens, self.keys))
+            phases.append({"gradients": model.gradient_bytes} | model.update(tokens, self.keys))
             if self.offload.optimizer:                                  # the optimizer step
                 step = dict(zip(IN_PASSES, Moment(model.step_bytes)))
                 phases.append({"gradients": model.trained_bytes, "moments": model.moment_bytes} | step)
@@ -139,6 +145,22 @@ class MemoryPlan:
             total += size * (1 + FREE_BLOCKS.get(part, 0.0))
         return total
 
+    def decide_share(self, gpu_gb: float, requested: int) -> None:
+        """Without --policy.gradient-checkpointing, recompute as few blocks as a GPU of this size allows with
+        micro-batches of `requested` tokens (0: of ENOUGH_TOKENS), or all where even these do not fit."""
+        # the activations of a vision tower and of layers with a state are no upper bound
+        is_unknown = self.reads_images or any(model.has_states for model in self.trained)
+        if self.share is not None or is_unknown:
+            return
+        tokens = requested or max(ENOUGH_TOKENS, self.smallest)
+        num_blocks = self.policy.num_blocks
+        for count in range(num_blocks + 1):
+            self.share = count / num_blocks
+            for model in self.trained:
+                model.recompute(self.share)
+            if self.update_gb(tokens) <= gpu_gb:
+                return
+
     def largest_budget(self, gpu_gb: float) -> int:
         """The largest number of tokens, up to MAX_TOKENS, that fits; 0: not even the longest sequence fits."""
         sizes = [self.smallest, *range(1024 * -(-self.smallest // 1024), MAX_TOKENS + 1, 1024)]
@@ -150,11 +172,13 @@ class MemoryPlan:
             tokens = requested or TOKENS_ON_CPU
             return tokens, f"micro-batches of {tokens:,} tokens (nothing is calculated for CPUs)"
         gpu_gb = -all_max([-torch.cuda.mem_get_info()[1]]).item() / GIB         # all ranks need the same budget
+        self.decide_share(gpu_gb, requested)
         tokens = requested or self.largest_budget(gpu_gb)
         if not tokens:
+            recompute = "" if self.share == 1 else "--policy.gradient-checkpointing True, "
             raise ValueError(f"the longest sequence, {self.longest} tokens, needs "
                              f"{self.update_gb(self.smallest):.1f} GiB, by calculation, and a GPU has {gpu_gb:.1f}: "
-                             f"use more GPUs, --policy.gradient-checkpointing True, --policy.sequence-parallel or a "
+                             f"use more GPUs, {recompute}--policy.sequence-parallel or a "
                              f"smaller --rollout.max-response-length (sft.py and dpo.py: --data.max-length); "
                              f"python -m tools.plan says what fits")
         reason = "--max-tokens-per-gpu" if requested else "the most that fit"

@@ -13,7 +13,7 @@ from common.model.flops import active_weights, head_dims
 from common.model.loading import GIB, NO_ADAPTERS, uses_liger
 from common.model.lora import add_adapters
 from common.model.optimizers import WEIGHTS, block_size, uses_muon
-from common.model.sharding import PART, shard_dim
+from common.model.sharding import PART, recomputed_share, shard_dim
 
 IN_PASSES = ("unsharded weights", "activations", "log-prob tiles")
 """The parts that exist only during a forward and backward pass."""
@@ -53,10 +53,17 @@ class Model:
         self._count_weights(model, config.expert_parallel)
         shards = shard_sizes(model, config, ranks)
         self._count_shards(shards, kind)
+        self.gradient_bytes = self.trained_bytes
+        if config.replicas > 1:                         # float32 until the copies sum them
+            self.gradient_bytes = 4 * self.trained_shard
         self._count_moments(model, shards, kind, config.expert_parallel)
-        self.recomputes = config.gradient_checkpointing
-        if self.recomputes is None:
-            self.recomputes = self.all > 1e9
+        self.recompute(recomputed_share(config, self.all))
+        self.has_states = any(isinstance(module, nn.Conv1d) for module in model.modules())
+        """Layers that carry a state over tokens, whose activations are counted as those of attention and MLPs."""
+
+    def recompute(self, share: float) -> None:
+        """Count with this share of the blocks recomputed in the backward pass."""
+        self.num_recomputed = round(share * self.num_blocks)
 
     def _count_weights(self, model: nn.Module, expert_parallel: int) -> None:
         """Numbers of weights: of all, and of what FSDP2 gathers together: a block (of its experts those that a
@@ -144,9 +151,10 @@ class Model:
         size = self.itemsize
         hidden = size * self.config.hidden_size                         # bytes of a hidden state
         kept = self.kept_by_block(keys)
-        of_blocks = self.num_blocks * (hidden if self.recomputes else kept)
+        of_blocks = self.num_recomputed * hidden + (self.num_blocks - self.num_recomputed) * kept
         in_block = of_blocks + 2 * hidden + max(2 * size * self.mlp_width, 3 * hidden * self.experts)
-        if self.recomputes:
+        # the first blocks are recomputed: then what the last ones kept is free, if there are any
+        if self.num_recomputed == self.num_blocks:
             in_block += kept
         # one rank has all weights, others those of the head, of a block and of the next one on their way
         weights = self.all if self.ranks == 1 else self.head + 2 * self.block

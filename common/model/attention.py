@@ -1,23 +1,41 @@
 """Attention over packed sequences: one row of tokens, cut by `cu_seq_lens` into sequences that never see each other."""
 
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import attention as switch
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PretrainedConfig
 from transformers.utils import is_flash_attn_2_available
 
 from common.flags.model import ModelConfig
 from common.forward.sequence_parallel import gather_keys
+from common.forward.vision import FAMILIES
 from common.model.flops import head_dims
 
 FEWER_KEY_HEADS: dict[str, bool] = {}
 """Lets keys have fewer heads than queries; torch 2.11 needs no argument for it."""
 if "enable_gqa" in varlen_attn.__kwdefaults__:
     FEWER_KEY_HEADS["enable_gqa"] = True
+
+
+class Kernel(NamedTuple):
+    """A FlashAttention that can take the place of torch's own, FlashAttention-2."""
+
+    name: str  # of torch's switch
+    package: str
+    capabilities: tuple[int, ...]  # of cards, the first number
+    widest: int  # head, of forward and backward pass
+
+
+NEWER_KERNELS = Kernel("FA4", "flash-attn-4", (9, 10), 128), Kernel("FA3", "flash-attn-3", (9,), 256)
+ASKED: set[str] = set()
+"""What the models of this process can use: names of NEWER_KERNELS, "" for torch's own."""
 
 
 def packed_sdpa(
@@ -96,8 +114,8 @@ def packed_varlen(
     module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, scaling: float | None = None,
     sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **layout,
 ) -> tuple[Tensor, None]:
-    """The same through torch's FlashAttention-2 kernels (CUDA, float16 or bfloat16, head_dim <= 256, no soft-cap, no
-    sinks).
+    """The same through torch's FlashAttention-2 kernels, or those that `use_kernel` puts in their place (CUDA, float16
+    or bfloat16, head_dim <= 256, no soft-cap, no sinks).
 
     Where a sequence has more keys than queries, the kernel's causal mask lets the last query see all keys."""
     key, value = _take_keys(key, value, **layout)
@@ -150,14 +168,70 @@ def choose_attention(device: torch.device | str, hf_config: PretrainedConfig, co
         return "packed_sinks"
     if torch.device(device).type != "cuda" or config.compute_dtype == "float32":    # faster kernels take no float32
         return "packed_sdpa"
+    newer = newer_kernel(device, hf_config)
     hf_config = hf_config.get_text_config()
     width = head_dims(hf_config)[0]
+    has_softcap = hf_config.to_dict().get("attn_logit_softcapping") is not None
+    fits = not has_softcap and width <= 256 and width % 8 == 0
+    if fits and newer:
+        return "packed_varlen"
     if is_flash_attn_2_available() and width <= 256 and not config.share_prompt and config.sequence_parallel == 1:
         return "flash_attention_2"                              # it needs the keys in one piece
-    has_softcap = hf_config.to_dict().get("attn_logit_softcapping") is not None
-    if has_softcap or width > 256 or width % 8:
-        return "packed_sdpa"
-    return "packed_varlen"
+    return "packed_varlen" if fits else "packed_sdpa"
+
+
+def newer_kernel(device: torch.device | str, hf_config: PretrainedConfig) -> str:
+    """The newest FlashAttention that is installed and runs this model on this card ("FA4" or "FA3"), or "".
+
+    Not for models that read images: the switch holds for sdpa too, with whose heads their towers run."""
+    if hf_config.model_type in FAMILIES or not hasattr(switch, "activate_flash_attention_impl"):
+        return ""
+    width = head_dims(hf_config.get_text_config())[0]
+    for kernel in NEWER_KERNELS:
+        if width > kernel.widest or not is_installed(kernel.package):
+            continue
+        major, _ = torch.cuda.get_device_capability(device)
+        if major in kernel.capabilities:
+            return kernel.name
+    return ""
+
+
+def is_installed(package: str) -> bool:
+    try:
+        version(package)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def use_kernel(device: torch.device, hf_config: PretrainedConfig, config: ModelConfig) -> None:
+    """Put the newest FlashAttention into the place of torch's own, while all models that this process has loaded on a
+    GPU can use it. Those in float32 use none. Raises ValueError if it is installed and cannot be loaded."""
+    if device.type != "cuda" or config.compute_dtype == "float32":
+        return
+    name = ""
+    if choose_attention(device, hf_config, config) == "packed_varlen":
+        name = newer_kernel(device, hf_config)
+    ASKED.add(name)
+    if not any(ASKED):
+        return
+    if len(ASKED) > 1:
+        switch.restore_flash_attention_impl(_raise_warn=False)
+        return
+    try:
+        switch.activate_flash_attention_impl(name)
+    except (ImportError, RuntimeError) as error:
+        packages = {kernel.name: kernel.package for kernel in NEWER_KERNELS}
+        raise ValueError(f"{packages[name]} is installed and cannot be used ({error}): repair it, or uninstall it to "
+                         f"run torch's own FlashAttention 2") from error
+
+
+def kernel_in_use() -> str:
+    """The FlashAttention that `packed_varlen` runs, as the start of a run prints it."""
+    name = None
+    if any(ASKED):
+        name = switch.current_flash_attention_impl()
+    return (name or "FA2").replace("FA", "FlashAttention ")
 
 
 def separate_states(decoder: nn.Module) -> bool:

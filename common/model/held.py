@@ -1,6 +1,7 @@
 """The models of a run, by name: those that are trained, with their optimizers, and those that only score."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ class Models:
         self.has_resumed = False
         self.num_changes_before: dict[str, int] = {}
         """How often the weights of each frozen model were changed before the first step."""
+        self.recomputed_share: bool | float | None = None
+        """Share of the blocks of trained models that are recomputed, by the plan of memory; None: by the flag."""
 
     def load_policy(self, name: str, path: str, optim: OptimConfig,
                     load: Callable[..., Any] = load_policy) -> tuple[Policy, torch.optim.Optimizer]:
@@ -98,6 +101,9 @@ class Models:
     def _load(self, name: str, load: Callable[..., Any], path: str, optim: OptimConfig) -> tuple[Any, Any]:
         self._before_loading(name)
         args = self.args
-        self.models[name] = load(path, args.policy, self.world, Weights(lora=args.lora, dtype=WEIGHTS[optim.kind]))
+        config = args.policy
+        if self.recomputed_share is not None:
+            config = replace(config, gradient_checkpointing=self.recomputed_share)
+        self.models[name] = load(path, config, self.world, Weights(lora=args.lora, dtype=WEIGHTS[optim.kind]))
         self.optimizers[name] = make_optimizer(self.models[name], optim)
         return self.models[name], self.optimizers[name]

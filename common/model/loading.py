@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from common.flags.model import LoRAConfig, ModelConfig
 from common.forward.router_replay import routers_of
 from common.forward.vision import FAMILIES, auto_class
-from common.model.attention import choose_attention, separate_states
+from common.model.attention import choose_attention, separate_states, use_kernel
 from common.model.flops import sequence_cost
 from common.model.lora import Reference, add_adapters, new_adapters
 from common.model.packing_check import check_packing, explain_failure
@@ -219,6 +219,7 @@ def _build(auto_class: type, path: str, hf_config: PretrainedConfig, config: Mod
            weights: Weights) -> PreTrainedModel:
     """The model, without memory for its weights."""
     attention = choose_attention(world.device, hf_config, config)
+    use_kernel(world.device, hf_config, config)
     if hf_config.model_type in FAMILIES:
         attention = {"text_config": attention, "vision_config": "sdpa"}
     dtype = weights.dtype

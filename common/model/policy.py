@@ -29,6 +29,8 @@ class PackedModel(nn.Module):
         self.prompts: Any = None  # those of the training data, if they have images
         self.routers: list[Router] = []  # whose choice is recorded and replayed
         self.gathers_in: torch.dtype | None = None  # FSDP2 gathers weights in it; None: ranks do not divide them
+        self.num_blocks = 0  # that FSDP2 gathers one by one, and
+        self.num_recomputed = 0  # of them the first ones, which are recomputed in the backward pass
         self.folder = ""  # or hub name, from which its weights were read
         self.version = 0  # grows with every change of the weights, so the engine knows when its own are stale
         self.skipped_in_a_row = 0  # the latest optimizer steps whose gradient norm was not finite
@@ -36,6 +38,8 @@ class PackedModel(nn.Module):
 
     def hidden_before(self, backbone: nn.Module, batch: Batch) -> tuple[Row, Tensor]:
         """The tokens of the micro-batch that run here, and the hidden states [N, H] that predict the sampled tokens."""
+        if isinstance(self, FSDPModule) and torch.is_grad_enabled():
+            self.set_requires_all_reduce(batch.ends_minibatch)
         row = make_row(batch, self.share_prompt, self.sequence_group)
         for layer, router in enumerate(self.routers):
             router.replayed = None

@@ -21,6 +21,8 @@ class Scorer(Policy):
         self.critic = critic
         self.folder = critic.folder
         self.router_changed = None
+        self.num_blocks = critic.num_blocks
+        self.num_recomputed = critic.num_recomputed
 
     def forward(self, batch: Batch) -> Tensor:
         """Rewards [T], 0 where `batch.mask` is False."""

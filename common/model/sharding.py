@@ -78,6 +78,21 @@ def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     return list(found.values())
 
 
+def check_all_reduced(model: nn.Module) -> None:
+    """Raises RuntimeError if copies of the model (--policy.replicas) have not summed all gradients. FSDP2 keeps what
+    waits for that sum."""
+    for name, module in model.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        group = module._get_fsdp_state()._fsdp_param_group
+        if group is not None and group._partial_reduce_output is not None:
+            raise RuntimeError(
+                f"--policy.replicas: the copies of the model have not summed the gradient of {name or 'its head'}, "
+                f"because the last backward pass before this optimizer step was not that of the last micro-batch: "
+                f"run the micro-batches of a mini-batch in their order, or set microbatch.ends_minibatch = True of each"
+            )
+
+
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
     """Scale all gradients down to this norm, over all ranks (0: no scaling). Returns the norm before."""
     parts = by_mesh(p for p in parameters if p.grad is not None)
@@ -139,6 +154,13 @@ class ReduceInParts:
             reduce_scatter_single(sums, part.to(sums.dtype).flatten(), op, group)
 
 
+def recomputed_share(config: ModelConfig, num_weights: int) -> float:
+    """Share of a model's blocks that are recomputed in the backward pass, where no plan of memory says so."""
+    if config.gradient_checkpointing is None:
+        return float(num_weights > 1e9)
+    return float(config.gradient_checkpointing)
+
+
 def shard(model: PackedModel, transformer: PreTrainedModel, config: ModelConfig, world: World, frozen: bool) -> None:
     """Apply FSDP2 to each block of `transformer` and an untied embedding, then to the whole, and allocate the shards.
     Buffers that are in no file are filled.
@@ -147,9 +169,6 @@ def shard(model: PackedModel, transformer: PreTrainedModel, config: ModelConfig,
     model.eval()
     model.share_prompt = config.share_prompt
     model.sequence_group = world.sequence
-    recomputes = config.gradient_checkpointing
-    if recomputes is None:
-        recomputes = transformer.num_parameters() > 1e9
     if frozen:
         model.requires_grad_(False)
     compute_dtype = getattr(torch, config.compute_dtype)
@@ -175,11 +194,18 @@ def shard(model: PackedModel, transformer: PreTrainedModel, config: ModelConfig,
     def placement(weight: nn.Parameter) -> Shard:
         return Shard(shard_dim(weight.shape, num_shards))
 
+    blocks = []
     for module in transformer.modules():
         if type(module).__name__ in transformer._no_split_modules:
-            if recomputes:
-                checkpoint(module, preserve_rng_state=False)
-            fully_shard(module, **of_parts, shard_placement_fn=placement)
+            blocks.append(module)
+    share = recomputed_share(config, transformer.num_parameters())
+    model.num_blocks = len(blocks)
+    model.num_recomputed = round(share * len(blocks))
+    for number, module in enumerate(blocks):
+        # the first ones: when the backward pass comes to them, what the others kept is free
+        if number < model.num_recomputed:
+            checkpoint(module, preserve_rng_state=False)
+        fully_shard(module, **of_parts, shard_placement_fn=placement)
     embedding = transformer.get_input_embeddings()
     head = transformer.get_output_embeddings()
     if head is None or head.weight is not embedding.weight:     # else one group would hold both, whole and in float32

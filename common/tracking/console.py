@@ -10,7 +10,7 @@ import torch
 from transformers import PretrainedConfig
 
 from common.flags.model import ModelConfig
-from common.model.attention import choose_attention
+from common.model.attention import choose_attention, kernel_in_use
 from common.model.loading import uses_liger
 
 
@@ -33,6 +33,8 @@ def kernels_line(config: ModelConfig, hf_config: PretrainedConfig, device: torch
     if is_bfloat16_on_cpu and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         where = "cpu, which emulates it (--policy.compute-dtype float32 is several times as fast)"
     attention = choose_attention(device, hf_config, config)
+    if attention == "packed_varlen":
+        attention += f" ({kernel_in_use()})"
     liger = "off"
     if uses_liger(device, hf_config, config):
         liger = "on"

@@ -41,6 +41,8 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.nn import attention as switch
+from torch.nn.attention import _fa3, _fa4
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
@@ -213,6 +215,14 @@ def _check_varlen_attention(device: "Device", func, args: tuple) -> None:
     if func is not torch.ops.torch_attn._varlen_attn.default:
         return
     query, key, value, *cu_seqlens = args[:5]
+    newer = switch.current_flash_attention_impl()
+    error = None
+    if newer == "FA4":                                                  # torch's own checks of what it hands over
+        error = _fa4._fa4_forward_support_error(query, key, value, 0.0, False, None, None, cu_seqlens[0])
+    if newer == "FA3":
+        error = _fa3._fa3_forward_support_error(query, key, value, 0.0, False, None, None, cu_seqlens[0], *[None] * 3)
+    if error:
+        raise KernelRefuses(f"{newer}: {error}")
     if device.capability < (8, 0):
         raise KernelRefuses("FlashAttention only supports Ampere GPUs or newer")
     if query.dtype not in (torch.float16, torch.bfloat16):
@@ -299,6 +309,11 @@ def _attention_of_each(query, key, value, offsets_q, offsets_k, scale, window):
 
 def _varlen_forward(query, key, value, offsets_q, offsets_k, max_q, max_k, causal=False, scale=None, window=(-1, -1),
                     *_):
+    newer = switch.current_flash_attention_impl()
+    if newer:                                                           # what torch's switch calls is the real code
+        forward = {"FA4": _fa4._fa4_run_forward, "FA3": _fa3._fa3_run_forward}[newer]
+        out, sums = forward(query, key, value, offsets_q, offsets_k, max_q, max_k, scale, causal, *window, None)
+        return out, sums, torch.zeros(2, dtype=torch.uint64)
     out = torch.zeros_like(query)
     for rows, _, weights, _, _, v in _attention_of_each(query, key, value, offsets_q, offsets_k, scale, window):
         assert rows.stop - rows.start <= max_q and v.shape[1] <= max_k
@@ -306,8 +321,14 @@ def _varlen_forward(query, key, value, offsets_q, offsets_k, max_q, max_k, causa
     return out, torch.zeros(query.shape[1], len(query)), torch.zeros(2, dtype=torch.uint64)
 
 
-def _varlen_backward(grad_out, query, key, value, out, _, offsets_q, offsets_k, max_q, max_k, causal, __, scale=None,
+def _varlen_backward(grad_out, query, key, value, out, sums, offsets_q, offsets_k, max_q, max_k, causal, _, scale=None,
                      window=(-1, -1)):
+    given = grad_out, query, key, value, out, sums, offsets_q, offsets_k
+    newer = switch.current_flash_attention_impl()
+    if newer == "FA4":
+        return _fa4._fa4_run_backward(*given, scale, causal, *window)
+    if newer == "FA3":
+        return _fa3._fa3_run_backward(*given, max_q, max_k, scale, causal, *window)
     grads = [torch.zeros(x.shape, dtype=torch.float64) for x in (query, key, value)]
     shared = key.shape[1], query.shape[1] // key.shape[1], -1, key.shape[-1]
     for rows, columns, weights, q, k, v in _attention_of_each(query, key, value, offsets_q, offsets_k, scale, window):

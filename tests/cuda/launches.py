@@ -118,6 +118,8 @@ class Args:
     tokens: int = 16384
     prompt_length: int = 512
     response_length: int = 1536
+    recompute: bool | None = None
+    """All layers, or none of them. None: those of models with hidden states above 2,000."""
 
 
 def main(args: Args) -> None:
@@ -125,7 +127,7 @@ def main(args: Args) -> None:
                "kernels outside layers", "their GB", "ms a micro-batch", "host ms", "MFU"]
     print(f"PREDICTED for H100s, not measured\n\n| {' | '.join(columns)} |\n|{' --- |' * len(columns)}")
     for name in args.models:
-        recompute = MODELS[name]["hidden_size"] > 2000
+        recompute = MODELS[name]["hidden_size"] > 2000 if args.recompute is None else args.recompute
         case = Case(MODELS[name], args.gpus, args.tokens, args.prompt_length, args.response_length, num_microbatches=1,
                     policy=ModelConfig(gradient_checkpointing=recompute))
         for liger in (False, True):

@@ -38,7 +38,7 @@ from common.model.optimizers import WEIGHTS, make_optimizer
 from common.model.policy import Critic, ModelConfig, Policy
 from common.optim import OptimConfig, optimizer_step
 from common.parallel import ranks
-from common.rollout import Response
+from common.rollout import Minibatch, Response
 from common.run import RunArgs
 from tests.common.weigh import weigh
 from tests.conftest import launch
@@ -232,6 +232,7 @@ def run(case: Case, world: ranks.World, watch: Callable[[str], AbstractContextMa
     update(case, world, microbatches[:1], trained, optimizers, lambda name: contextlib.nullcontext())
     if world.device.type == "cuda":
         torch.cuda.empty_cache()                                        # as the engine does before it wakes
+    Minibatch(microbatches, torch.zeros(1))                             # which micro-batch is its last
     with watch("rollout"):
         engine.wake(policy)
         engine.sleep()

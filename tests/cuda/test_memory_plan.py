@@ -12,11 +12,13 @@ from tests.cuda.shapes import MODELS, dense, mixture
 pytestmark = [pytest.mark.sweep, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
 
 KEEP, RECOMPUTE = ModelConfig(gradient_checkpointing=False), ModelConfig(gradient_checkpointing=True)
+HALF, MOST = ModelConfig(gradient_checkpointing=0.5), ModelConfig(gradient_checkpointing=0.75)
 FLOAT32 = ModelConfig(gradient_checkpointing=True, compute_dtype="float32")
 SHARE = ModelConfig(gradient_checkpointing=False, share_prompt=True)
 SIZES = {"hidden": 512, "layers": 2, "heads": 8, "kv_heads": 4, "vocab": 32000}
 UNTIED, TIED = (dense("Llama", width=1376, is_tied=is_tied, **SIZES) for is_tied in (False, True))
 MIXTURE = mixture(width=384, experts=8, active=2, head_dim=64, **SIZES)
+FOUR_LAYERS = UNTIED | {"num_hidden_layers": 4}
 # more words than weights in blocks
 VOCABULARY, TIED_VOCABULARY = (
     dense("Llama", 2560, width=8192, layers=2, heads=16, kv_heads=8, vocab=262144, is_tied=is_tied)
@@ -27,6 +29,9 @@ EXPERTS = mixture(2048, width=768, layers=3, heads=32, kv_heads=4, vocab=32000, 
 CASES = {
     "untied": Case(UNTIED, gpus=8, tokens=8192, policy=KEEP),
     "untied, one rank, recomputed": Case(UNTIED, gpus=1, tokens=8192, policy=RECOMPUTE),
+    "half recomputed": Case(FOUR_LAYERS, gpus=8, tokens=8192, policy=HALF),
+    "three of four recomputed": Case(FOUR_LAYERS, gpus=1, tokens=8192, policy=MOST),
+    "mixture, one of two recomputed": Case(MIXTURE, gpus=8, tokens=8192, policy=HALF),
     "adapters": Case(UNTIED, gpus=8, tokens=8192, policy=KEEP, lora=LoRAConfig(rank=16)),
     "moments offloaded": Case(UNTIED, gpus=8, tokens=8192, policy=KEEP, offload=OffloadConfig(optimizer=True)),
     "bfloat16 weights": Case(UNTIED, gpus=8, tokens=8192, policy=KEEP, kind="adamw-bf16"),
@@ -48,6 +53,7 @@ MORE_CASES = {
     "vocabulary, tied": Case(TIED_VOCABULARY, gpus=8, tokens=1024, policy=RECOMPUTE),
     "large blocks, float32": Case(BLOCKS, gpus=8, tokens=1024, policy=FLOAT32),
     "large blocks, adapters": Case(BLOCKS, gpus=8, tokens=1024, policy=RECOMPUTE, lora=LoRAConfig(rank=8)),
+    "three of four recomputed, tied": Case(TIED | {"num_hidden_layers": 4}, gpus=8, tokens=8192, policy=MOST),
     "7B": Case(MODELS["Qwen2.5-7B"], gpus=8, tokens=16384),                         # from 4 and from 8 layers
 }
 

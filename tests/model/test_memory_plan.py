@@ -8,10 +8,12 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
+    Lfm2Config,
     Lfm2MoeConfig,
     LlamaConfig,
     Mamba2Config,
     MptConfig,
+    Qwen2_5_VLConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -153,6 +155,22 @@ def test_a_tied_embedding_and_a_critic(llama, tmp_path):
     assert half.resident()["weights"] + half.resident()["moments"] == pytest.approx(6 * ALL / GIB)
     assert half.update(96)["gradients"] == pytest.approx(2 * ALL / GIB)
     assert sum(both.update(96).values()) > sum(alone.update(96).values()) + critic.all * 12 / GIB * 0.99
+    both.decide_share(0.0, 0)                                           # nothing fits: all of both are recomputed
+    assert both.share == 1 and [model.num_recomputed for model in both.trained] == [3, 3]
+
+
+def test_what_the_plan_does_not_know_is_recomputed_as_before(llama):
+    """Layers with a state and vision towers: all of a model above 1B weights, none of a smaller one."""
+    vision = Qwen2_5_VLConfig(text_config=SIZES | {"num_hidden_layers": 2}, vision_config={
+        "depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64})
+    states = Lfm2Config(**SIZES, num_hidden_layers=2, layer_types=["conv", "full_attention"])
+    for config in (vision, states):
+        plan = plan_of(config)
+        plan.decide_share(0.0, 0)
+        assert plan.share is None and plan.policy.num_recomputed == 0
+    plan = plan_of(llama)
+    plan.decide_share(0.0, 0)
+    assert plan.share == 1
 
 
 def with_context(folder: Path, length: int, name: str = "LlamaForCausalLM", **config) -> str:

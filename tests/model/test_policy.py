@@ -165,16 +165,28 @@ def test_the_entropy_has_a_gradient(policy):
     policy.zero_grad(set_to_none=True)
 
 
-def test_gradient_checkpointing_changes_no_gradient(policy, tiny_llama, world):
-    other = load_policy(tiny_llama, ModelConfig(compute_dtype="float32", gradient_checkpointing=True), world)
-    batch = make_batch(VOCAB)
-    for model in (policy, other):
-        (model(batch, 1.0)[0] * batch.mask).mean().backward()
-    for (name, a), b in zip(policy.named_parameters(), other.parameters()):
-        want = a.grad.full_tensor()
-        assert want.abs().max() > 0, name
-        assert (b.grad.full_tensor() - want).norm() < 1e-6 * want.norm(), name
-    policy.zero_grad(set_to_none=True)
+@pytest.mark.parametrize("load", [load_policy, load_critic])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_recomputed_layers_change_no_bit_of_a_gradient(load, dtype, tiny_llama, world):
+    """None of them, half, and all: in float32 and in bfloat16, of a policy and of a critic."""
+    found = []
+    for share in (False, 0.5, True):
+        model = load(tiny_llama, ModelConfig(compute_dtype=dtype, gradient_checkpointing=share), world)
+        passes = []
+        layers = (model.lm.model if load is load_policy else model.backbone).layers
+        for number, layer in enumerate(layers):
+            layer.self_attn.register_forward_pre_hook(lambda *_, number=number, seen=passes: seen.append(number))
+        if load is load_critic:
+            model.head.weight.detach().to_local().fill_(0.01)           # of zeros the backbone would have no gradient
+        batch = make_batch(VOCAB)
+        outputs = model(batch, 1.0) if load is load_policy else [model(batch)]
+        (outputs[0] * batch.mask).mean().backward()
+        assert sorted(passes) == sorted([0, 1, *range(int(2 * share))])         # the first ones run twice
+        assert (model.num_recomputed, model.num_blocks) == (2 * share, 2)
+        found.append([parameter.grad.full_tensor() for parameter in model.parameters()])
+    for gradients in zip(*found):
+        assert gradients[0].abs().max() > 0
+        assert torch.equal(gradients[0], gradients[1]) and torch.equal(gradients[0], gradients[2])
 
 
 def test_bfloat16_compute_keeps_float32_masters(tiny_llama, world, policy):

@@ -133,6 +133,8 @@ EARLY = {
     "sizes that do not divide": (f"grpo.py {GOOD} --prompts-per-step 5 --samples-per-prompt 3 --minibatches-per-step 4",
                                  "--minibatches-per-step 4", "15"),
     "a group of one": (f"grpo.py {GOOD} --samples-per-prompt 1", "--samples-per-prompt 1"),
+    "more than all layers": (f"sft.py {GOOD} --policy.gradient-checkpointing 28", "--policy.gradient-checkpointing 28",
+                             "[0, 1]"),
     "a clip above 1": (f"grpo.py {GOOD} --clip-low 2", "--clip-low 2"),
     "lambda above 1": (f"ppo.py {GOOD} --lam 1.5", "--lam 1.5"),
     "a buffer longer than the response": (f"dapo.py {GOOD} --overlong-buffer 4096", "--overlong-buffer 4096",

@@ -50,7 +50,9 @@ def runs(pairs, tmp_path_factory) -> Path:
         "whole": [*RM, *pairs], "alone": [*RM, *pairs, "--max-tokens-per-gpu", "1"],
         "lora": [*RM, *pairs, "--lora.rank", "4"], "bf16": [*RM, *pairs, "--policy.compute-dtype", "bfloat16"],
     })
-    launch_all(folder / "two", {"ranks": [*RM, *pairs, "--max-tokens-per-gpu", "150"]}, ranks=2)
+    budget = ["--max-tokens-per-gpu", "150"]
+    launch_all(folder / "two", {"ranks": [*RM, *pairs, *budget],
+                                "copies": [*RM, *pairs, *budget, "--policy.replicas", "2"]}, ranks=2)
     return folder
 
 
@@ -146,7 +148,7 @@ def test_the_gradient_is_that_of_transformers_classifier(tiny_llama, world, tmp_
             assert (gradient - want[name]).abs().max() < 1e-5 * largest, name
 
 
-@pytest.mark.parametrize("layout", ["one/alone", "two/ranks"])
+@pytest.mark.parametrize("layout", ["one/alone", "two/ranks", "two/copies"])
 def test_the_gradient_does_not_depend_on_the_layout(layout, runs):
     whole = runs / "one/whole"
     check_same_training(runs / layout, whole, ["train/loss", "actor/grad_norm"])

@@ -72,13 +72,16 @@ def pairs(tmp_path_factory, tiny_llama) -> list[str]:
 
 @pytest.fixture(scope="module")
 def runs(files, pairs, tmp_path_factory) -> Path:
-    """Of each script, `whole`: all in one micro-batch; `alone`: each sequence in its own; on two ranks: `ranks`."""
+    """Of each script, `whole`: all in one micro-batch; `alone`: each sequence in its own; on two ranks: `ranks`; on two
+    that hold a copy of the model each: `copies`."""
     folder = tmp_path_factory.mktemp("supervised")
     alone, budget = ["--max-tokens-per-gpu", "1"], ["--max-tokens-per-gpu", "100"]
     launch_all(folder / "one", {"whole": [*SFT, *files], "alone": [*SFT, *files, *alone],
                                 "dpo_whole": [*DPO, *pairs], "dpo_alone": [*DPO, *pairs, *alone],
                                 "lora": [*SFT, *files, *LORA], "dpo_lora": [*DPO, *pairs, *LORA]})
-    launch_all(folder / "two", {"ranks": [*SFT, *files, *budget], "dpo_ranks": [*DPO, *pairs, *budget]}, ranks=2)
+    copies = [*budget, "--policy.replicas", "2"]
+    launch_all(folder / "two", {"ranks": [*SFT, *files, *budget], "dpo_ranks": [*DPO, *pairs, *budget],
+                                "copies": [*SFT, *files, *copies], "dpo_copies": [*DPO, *pairs, *copies]}, ranks=2)
     return folder
 
 
@@ -114,7 +117,7 @@ def check_same_training(run: Path, whole: Path, names: list[str]) -> None:
         assert ((weight - expected[name]).abs() > 1e-4).float().mean() < 0.01, name
 
 
-@pytest.mark.parametrize("layout", ["one/alone", "two/ranks"])
+@pytest.mark.parametrize("layout", ["one/alone", "two/ranks", "two/copies"])
 def test_the_gradient_does_not_depend_on_the_layout(layout, runs):
     check_same_training(runs / layout, runs / "one/whole", ["train/loss", "actor/grad_norm", "actor/entropy"])
     for ours, theirs in zip(metrics_of(runs / layout), metrics_of(runs / "one/whole")):
@@ -256,7 +259,7 @@ def test_pairs_need_not_share_a_micro_batch(tiny_llama, world, tmp_path):
         assert (ours - theirs).abs().max() < 1e-5 * largest
 
 
-@pytest.mark.parametrize("layout", ["one/dpo_alone", "two/dpo_ranks"])
+@pytest.mark.parametrize("layout", ["one/dpo_alone", "two/dpo_ranks", "two/dpo_copies"])
 def test_the_gradient_of_pairs_does_not_depend_on_the_layout(layout, runs):
     whole = runs / "one/dpo_whole"
     check_same_training(runs / layout, whole, ["train/loss", "actor/grad_norm", "actor/entropy"])
