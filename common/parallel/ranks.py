@@ -124,9 +124,11 @@ def init(timeout_s: float = 3600.0, replicas: int = 1, sequence_parallel: int = 
 def check_address(store: dist.Store, rank: int, size: int) -> None:
     """gloo listens on the address of the machine's name. Where that is the machine itself, as in Debian's images
     (127.0.1.1), ranks of other machines would wait for it until the time limit: ValueError."""
+    if int(os.environ.get("LOCAL_WORLD_SIZE", size)) == size:
+        return
     name = socket.gethostname()
     store.set(f"machine_of_{rank}", name)
-    if "GLOO_SOCKET_IFNAME" in os.environ or int(os.environ.get("LOCAL_WORLD_SIZE", size)) == size:
+    if "GLOO_SOCKET_IFNAME" in os.environ:
         return
     try:
         address = socket.gethostbyname(name)
