@@ -168,8 +168,8 @@ class Policy(PackedModel):
             if isinstance(layer, LoRALinear):
                 adapted[f"{name}.weight"] = layer
         if dtype is not None and dtype == self.gathers_in and not adapted:
-            for name, weight in gathered_by_block(self):
-                yield name.removeprefix("lm."), weight.to(dtype)
+            for name, weight in gathered_by_block(self, dtype):
+                yield name.removeprefix("lm."), weight
             yield from saved_buffers(self.lm).items()
             return
         for name, parameter in self.lm.named_parameters():

@@ -52,7 +52,7 @@ def run(case: Case, folder: str, step: Step, world: ranks.World, saved: Path | N
     config, here = config_of(case), place(world, case)
     with mock.patch.object(FSDPModule, "set_all_reduce_hook") if case.undivided else contextlib.nullcontext():
         policy = load_policy(folder, config, here)
-    by_block = {name.removeprefix("lm."): tensor for name, tensor in gathered_by_block(policy)}
+    by_block = {name.removeprefix("lm."): tensor for name, tensor in gathered_by_block(policy, torch.float64)}
     found = {"loaded": weights_of(policy), "by_block": by_block}
     order = list(range(len(step.prompts)))
     found["gradient"], *_ = gradient(policy, here, read_config(folder, config), step, order, 20, "token-mean")
