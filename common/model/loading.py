@@ -246,8 +246,9 @@ def _build(auto_class: type, path: str, hf_config: PretrainedConfig, config: Mod
     if uses_liger(world.device, hf_config, config):
         logging.getLogger("liger_kernel").setLevel(logging.ERROR)  # else it tells of kernels for other accelerators
         apply_liger_kernel(model, LIGER_KERNELS)
-    if weights.lora.rank:
-        add_adapters(model, weights.lora, weights.dtype)
+    if weights.lora.rank and add_adapters(model, weights.lora, weights.dtype):
+        print_on_main(world, f"lora   the experts of {path} have no adapters: to train them, too, name `experts` and "
+                             f"the layers that have some in --lora.targets")
     return model
 
 

@@ -14,7 +14,7 @@ from common.forward.router_replay import Router
 from common.forward.sequence_parallel import Row, make_row
 from common.forward.vision import hidden_with_images
 from common.kernels import Head, linear_logp
-from common.model.lora import LoRALinear, is_adapter, merge
+from common.model.lora import adapters_of, is_adapter, merge
 from common.parallel.ranks import all_sum
 
 
@@ -156,18 +156,15 @@ class Policy(PackedModel):
 
         Only one of these tensors exists at a time beside the shards. All ranks must iterate to the end, in step.
         """
-        adapted = {}                            # name of a weight -> its layer
-        for name, layer in self.lm.named_modules():
-            if isinstance(layer, LoRALinear):
-                adapted[f"{name}.weight"] = layer
+        adapters = adapters_of(self.lm)
         for name, parameter in self.lm.named_parameters():
             as_sent = dtype or parameter.dtype
-            if name in adapted:
-                layer = adapted[name]           # A and B are rounded first, as FSDP2 does for the forward pass
+            if name in adapters:
+                adapter = adapters[name]        # A and B are rounded first, as FSDP2 does for the forward pass
                 weight = parameter.full_tensor()
-                a = layer.lora_A.to(parameter.dtype).full_tensor()
-                b = layer.lora_B.to(parameter.dtype).full_tensor()
-                yield name, merge(weight, a, b, layer.scale).to(as_sent)
+                a = adapter.a.to(parameter.dtype).full_tensor()
+                b = adapter.b.to(parameter.dtype).full_tensor()
+                yield name, merge(weight, a, b, adapter.scale, adapter.is_transposed).to(as_sent)
             elif not is_adapter(name):
                 yield name, parameter.to(as_sent).full_tensor()
         yield from saved_buffers(self.lm).items()
