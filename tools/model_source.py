@@ -14,7 +14,7 @@ from common.checkpoint.export import hf_files, model_of, replace_hf
 from common.checkpoint.files import complete_checkpoints
 from common.checkpoint.own import MARK
 from common.flags.model import ModelConfig
-from common.model.adapted import are_experts, names_of
+from common.forward.adapted import are_experts, names_of
 from common.model.loading import read_config, read_tokenizer
 from common.model.lora import matrices_of, transposed_experts
 from common.source.folder import check_weights

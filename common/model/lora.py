@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from common.flags.model import LoRAConfig
-from common.model.adapted import AdaptedExperts, LoRALinear, adapt, are_experts, names_of
-from common.model.adapted import merge as merge
+from common.forward.adapted import AdaptedExperts, LoRALinear, adapt, are_experts, names_of
+from common.forward.adapted import merge as merge
 from common.source.stored import is_adapter
 
 ROUTERS = {"gate", "router", "shared_expert_gate"}

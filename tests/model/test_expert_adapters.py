@@ -20,7 +20,7 @@ from common.checkpoint.state import tensors_of
 from common.engine.base import EngineSetup, RolloutConfig
 from common.engine.make import make_engine
 from common.memory.plan import Model
-from common.model.adapted import adapt, are_experts, merge, names_of
+from common.forward.adapted import adapt, are_experts, merge, names_of
 from common.model.loading import Weights, load_policy, read_config
 from common.model.lora import LoRAConfig, Reference, adapters_of, add_adapters
 from common.model.optimizers import make_optimizer
@@ -143,7 +143,7 @@ def test_merging_in_parts_is_merging_at_once(is_transposed, monkeypatch):
         weight = weight.mT.contiguous()
     want = weight.double() + 0.5 * (b.double() @ a.double()).permute(0, *([2, 1] if is_transposed else [1, 2]))
     whole = merge(weight, a, b, 0.5, is_transposed)
-    monkeypatch.setattr("common.model.adapted.PART", 48)                # two experts
+    monkeypatch.setattr("common.forward.adapted.PART", 48)                # two experts
     assert torch.equal(merge(weight, a, b, 0.5, is_transposed), whole)
     assert (whole - want).abs().max() < 1e-6
 

@@ -15,7 +15,7 @@ from common.checkpoint.state import load_parts, tensors_of
 from common.model.loading import ALL_TRAINED, Weights, load_policy, read_config
 from common.model.lora import LoRAConfig, is_adapter
 from common.model.optimizers import make_optimizer
-from common.model.policy import Policy
+from common.model.policy import ModelConfig, Policy
 from common.model.sharding import local, shard_slice
 from common.optim import OptimConfig, optimizer_step
 from common.parallel import ranks
@@ -38,6 +38,8 @@ class Case(NamedTuple):
     """Gradients of experts are divided by the ranks that have the same ones, not by all."""
     lora: bool = False
     """Adapters alone are trained, those of the experts among them."""
+    aux: float = 0.0
+    """Factor of the load balancing loss."""
 
 
 SAVED = (Case(2), Case(2, lora=True))
@@ -48,10 +50,14 @@ def place(world: ranks.World, case: Case) -> ranks.World:
     return replace(world, **ranks.make_groups("cpu", ranks.collective_timeout(60), *sizes))
 
 
+def config(case: Case) -> ModelConfig:
+    return replace(config_of(case), router_aux_coef=case.aux)
+
+
 def load(case: Case, folder: str, world: ranks.World) -> Policy:
     """The policy; with adapters, their matrices are the same in all processes, and none is 0."""
     weights = Weights(lora=LORA) if case.lora else ALL_TRAINED
-    policy = load_policy(folder, config_of(case), world, weights)
+    policy = load_policy(folder, config(case), world, weights)
     generator = torch.Generator().manual_seed(1)
     for name, parameter in policy.named_parameters():
         if is_adapter(name):
@@ -68,12 +74,12 @@ def whole(parts: dict) -> dict[str, Tensor]:
 def run(case: Case, folder: str, step: Step, world: ranks.World, saved: Path | None = None) -> dict:
     """The gradient, its norm, and weights and moments after a clipped step. `saved`: they are saved there, and loaded
     by a model whose experts are not divided among ranks, and by one whose are."""
-    config, here = config_of(case), place(world, case)
+    here = place(world, case)
     with mock.patch.object(FSDPModule, "set_all_reduce_hook") if case.undivided else contextlib.nullcontext():
         policy = load(case, folder, here)
     found = {"loaded": weights_of(policy)}
     order = list(range(len(step.prompts)))
-    found["gradient"], *_ = gradient(policy, here, read_config(folder, config), step, order, 20, "token-mean")
+    found["gradient"], *_ = gradient(policy, here, read_config(folder, config(case)), step, order, 20, "token-mean")
     found["local"] = {name: tuple(p.to_local().shape) for name, p in policy.lm.named_parameters()}
     found["trained"] = [name for name, p in policy.lm.named_parameters() if p.requires_grad]
     parts = {"policy": (policy, make_optimizer(policy, OPTIM))}

@@ -26,8 +26,9 @@ EIGHT = copy.deepcopy(MODELS["mixture"])
 EIGHT.num_experts = 8
 RANKS = 4
 ADAPTED = [Case(2, lora=True), Case(1, lora=True), Case(4, model="eight", lora=True, recompute=True)]
+BALANCED = [Case(1, aux=30.0), Case(2, 2, 2, recompute=True, share_prompt=True, aux=30.0), Case(2, lora=True, aux=30.0)]
 CASES = [Case(2), Case(4, model="eight"), Case(2, 4, 2, recompute=True, share_prompt=True),
-         Case(4, model="eight", undivided=True), *ADAPTED]
+         Case(4, model="eight", undivided=True), *ADAPTED, *BALANCED]
 TOLERANCE = 1e-12
 
 
@@ -45,11 +46,12 @@ def models(folder) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def expected(models, world) -> dict[tuple[str, bool], dict]:
-    """Of one rank, of each model without and with adapters."""
+def expected(models, world) -> dict[Case, dict]:
+    """Of one rank."""
     with in_float64():
-        return {(name, lora): run(Case(1, model=name, lora=lora), path, make_step(), world)
-                for name, path in models.items() for lora in (False, True)}
+        whole = {case._replace(expert_parallel=1, sequence_parallel=1, replicas=1, recompute=False, share_prompt=False,
+                               undivided=False) for case in CASES}
+        return {case: run(case, models[case.model], make_step(), world) for case in whole}
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +65,7 @@ def found(models, folder) -> list[dict]:
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_is_that_of_one_rank(case, found, expected):
     """Gradient, its norm over both meshes, weights after a clipped step (what the engine is sent) and moments."""
-    want = expected[case.model, case.lora]
+    want = expected[Case(1, model=case.model, lora=case.lora, aux=case.aux)]
     assert want["norm"] > 2 * OPTIM.max_grad_norm
     assert case.lora == all("lora" in name for name in want["trained"])
     for ours in (of_rank[case] for of_rank in found):
