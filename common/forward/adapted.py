@@ -6,6 +6,8 @@ can have adapters if their class is made by transformers' `use_experts_implement
 happens between the two products.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -80,35 +82,44 @@ def grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return F.grouped_mm(x, weight, offs=ends)
 
 
+class Experts(NamedTuple):
+    """What a product with W' needs to know beside its tensors."""
+
+    scale: float
+    is_transposed: bool
+    ends: Tensor
+
+
 class _AdaptedProduct(torch.autograd.Function):
     """`grouped` with W'. W' is computed again in the backward pass: those of all layers, which are not sharded, would
     be another copy of the model on each rank."""
 
     @staticmethod
-    def forward(ctx, x, weight, a, b, scale, is_transposed, ends):
-        ctx.save_for_backward(x, weight, a, b, ends)
-        ctx.scale = scale
-        ctx.is_transposed = is_transposed
+    def forward(ctx, x, weight, a, b, experts):
+        ctx.save_for_backward(x, weight, a, b)
+        ctx.experts = experts
+        scale, is_transposed, ends = experts
         merged = merge(weight, a, b, scale, is_transposed)
         return grouped(x, merged if is_transposed else merged.mT, ends)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        x, weight, a, b, ends = ctx.saved_tensors
+        x, weight, a, b = ctx.saved_tensors
+        scale, is_transposed, ends = ctx.experts
         grad = grad.contiguous()
         grad_x = None
         if ctx.needs_input_grad[0]:
-            merged = merge(weight, a, b, ctx.scale, ctx.is_transposed)
-            grad_x = grouped(grad, merged.mT if ctx.is_transposed else merged, ends)
+            merged = merge(weight, a, b, scale, is_transposed)
+            grad_x = grouped(grad, merged.mT if is_transposed else merged, ends)
         padding = -a.shape[1] % ALIGNED
         with torch.enable_grad():
             a = a.detach().requires_grad_()
             b = b.detach().requires_grad_()
             low = grouped(x, F.pad(a, (0, 0, 0, padding)).mT, ends)                     # [N, rank]
-            product = ctx.scale * grouped(low, F.pad(b, (0, padding)).mT, ends)         # [N, out]
+            product = scale * grouped(low, F.pad(b, (0, padding)).mT, ends)             # [N, out]
             grad_a, grad_b = torch.autograd.grad(product, (a, b), grad)
-        return grad_x, None, grad_a, grad_b, None, None, None
+        return grad_x, None, grad_a, grad_b, None
 
 
 class AdaptedExperts(nn.Module):
@@ -125,19 +136,21 @@ class AdaptedExperts(nn.Module):
         ends = torch.searchsorted(expert, numbers, right=True, out_int32=True)          # [experts]
         rows = hidden[order // chosen.shape[1]]                                         # [t * k, H]
         first, second = names_of(self)
-        inner = self._product(first, rows, expert, ends)
+        experts = Experts(self.scale, self.is_transposed, ends)
+        inner = self._product(first, rows, experts, expert)
         if self.has_gate:
             inner = self._apply_gate(inner)
         else:
             inner = self.act_fn(inner)
-        out = self._product(second, inner, expert, ends) * weights.flatten()[order, None]
+        out = self._product(second, inner, experts, expert) * weights.flatten()[order, None]
         return out[order.argsort()].view(*chosen.shape, -1).sum(1).to(hidden.dtype)
 
-    def _product(self, name: str, rows: Tensor, expert: Tensor, ends: Tensor) -> Tensor:
+    def _product(self, name: str, rows: Tensor, experts: Experts, expert: Tensor) -> Tensor:
+        """`expert` [N]: that of each row."""
         weight = getattr(self, name)
         a = getattr(self, f"{name}_lora_A")
         b = getattr(self, f"{name}_lora_B")
-        out = _AdaptedProduct.apply(rows.to(weight.dtype), weight, a, b, self.scale, self.is_transposed, ends)
+        out = _AdaptedProduct.apply(rows.to(weight.dtype), weight, a, b, experts)
         if self.has_bias:
             out = out + getattr(self, f"{name}_bias")[expert]
         return out

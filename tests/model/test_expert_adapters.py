@@ -5,6 +5,7 @@ tests/scripts/test_mixtures.py runs a script."""
 # ruff: noqa: F811  (fixtures that are imported)
 
 import json
+from dataclasses import replace
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -215,6 +216,23 @@ def test_a_target_is_in_the_model_and_the_default_names_what_it_leaves_out(mixtu
     assert "no adapters" not in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"--lora\.targets experts must be a linear layer of attention .*here one of"):
         load_policy(tiny_llama, FLOAT32, world, Weights(lora=LoRAConfig(rank=2, targets=("experts",))))
+
+
+def test_what_stays_by_hand_and_what_is_merged_at_a_time(mixture):
+    """2 layers of 6 experts [2 * 32, 64] and [64, 32]; attention has 4 heads of 32, two of keys and values."""
+    config = read_config(mixture, BF16)
+    attention = (64 + 128) + 2 * (64 + 64) + (128 + 64)
+    experts = 6 * ((64 + 64) + (32 + 64))
+    adapters = replace(RANK3, rank=4)
+    plans = {n: Model(config, ModelConfig(expert_parallel=n), 2, lora=adapters) for n in (1, 2)}
+    for n, plan in plans.items():
+        assert plan.trained_shard == 2 * 4 * (attention + experts) / 2
+        assert plan.merged == 6 * 64 * 64 // n
+    without = Model(config, BF16, 1, lora=LoRAConfig(rank=3))
+    assert without.trained_shard == 2 * 3 * attention and without.merged == 64 * 64
+    balanced = Model(config, ModelConfig(router_aux_coef=0.1, gradient_checkpointing=True), 1)
+    plain = Model(config, ModelConfig(gradient_checkpointing=True), 1)
+    assert balanced.update(10_000, 1.0)["activations"] - plain.update(10_000, 1.0)["activations"] == 10_000 * 2 * 8 * 6
 
 
 # --------------------------------------------------------------------------- checkpoints and exports
