@@ -62,15 +62,10 @@ class Mixture:
         self.num_experts = 0
         if experts:
             self.num_experts = len(getattr(experts[0], names_of(experts[0])[1]))
-        routers = balanced_routers(model)
-        if experts and len(routers) == len(experts):
-            for router, index in routers:
-                router.register_forward_hook(partial(self._hear_logits, index))
-        elif coef:
-            raise ValueError(
-                f"--policy.router-aux-coef {coef:g}: transformers has no load balancing loss for a "
-                f"{model.config.model_type}, or it has no experts: set it to 0"
-            )
+        if coef:
+            check_balanced(model.get_decoder(), coef)
+        for router, index in balanced_routers(model):
+            router.register_forward_hook(partial(self._hear_logits, index))
 
     def _hear_choice(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self.listens:
@@ -153,12 +148,24 @@ def count(chosen: Tensor, num_experts: int) -> Tensor:
     return F.one_hot(chosen.flatten(), num_experts).sum(0, dtype=torch.float64)
 
 
+def has_loss(module: nn.Module) -> bool:
+    """Whether this model, or this block of one, has experts, and transformers a load balancing loss for them."""
+    source = sys.modules[type(module).__module__]
+    return hasattr(source, "load_balancing_loss_func") and any(map(are_experts, module.modules()))
+
+
+def check_balanced(module: nn.Module, coef: float) -> None:
+    """Raise ValueError for --policy.router-aux-coef where there is no such loss; `module` as in `has_loss`."""
+    if not has_loss(module):
+        raise ValueError(f"--policy.router-aux-coef {coef:g}: transformers has no load balancing loss for the experts "
+                         f"of a {type(module).__name__}, if it has any: set it to 0")
+
+
 def balanced_routers(model: PreTrainedModel) -> list[tuple[nn.Module, int]]:
     """The routers whose logits transformers' load balancing loss takes, and where these are in what they return."""
     decoder = model.get_decoder()
     recorder = (getattr(decoder, "_can_record_outputs", None) or {}).get("router_logits")
-    has_loss = hasattr(sys.modules[type(decoder).__module__], "load_balancing_loss_func")
-    if not has_loss or not isinstance(recorder, OutputRecorder):
+    if not has_loss(decoder) or not isinstance(recorder, OutputRecorder):
         return []
     found = []
     for name, module in decoder.named_modules():
@@ -177,9 +184,9 @@ class _Float32Linear(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def use_float32_routers(model: nn.Module) -> None:
-    """--policy.router-float32: logits, and what routers make of them, in float32. Raises ValueError for a model whose
-    routers are not linear layers of transformers' kind."""
+def use_float32_routers(model: nn.Module) -> int:
+    """--policy.router-float32: logits, and what routers make of them, in float32. Returns the number of routers. Raises
+    ValueError for one that is not known to be a linear layer."""
     found = []
     for module in model.modules():
         kind = type(module)
@@ -188,10 +195,9 @@ def use_float32_routers(model: nn.Module) -> None:
                 raise ValueError(f"--policy.router-float32: {kind.__name__} is not known to be a linear layer, leave "
                                  f"it out")
             found.append(module)
-    if not found:
-        raise ValueError(f"--policy.router-float32: {type(model).__name__} has no routers, leave it out")
     for module in found:
         module.forward = partial(_in_float32, module.forward)
+    return len(found)
 
 
 def _in_float32(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -267,6 +267,9 @@ def test_a_checkpoint_becomes_the_folder_that_its_run_would_write(kind, world, w
     assert by_tool.keys() == by_run.keys() and all(torch.equal(by_tool[name], x) for name, x in by_run.items())
 
 
+KINDS = ["mixture", *(pytest.param(kind, marks=pytest.mark.sweep) for kind in ("transposed", "experts alone"))]
+
+
 @pytest.fixture(params=["mixture", "transposed", "experts alone"])
 def in_peft(request, world, watch, tmp_path):
     """A model, adapters written for peft, and the folder of the model with them merged, in float32."""
@@ -312,6 +315,7 @@ def test_the_adapters_of_pefts_format_by_hand(in_peft):
     assert (logits(before) - logits(want)).abs().max() > 0.05
 
 
+@pytest.mark.parametrize("in_peft", KINDS, indirect=True)
 def test_peft_loads_the_adapters(in_peft, tmp_path):
     version = {found.name: found.version for found in distributions(path=[str(SITE)])}.get("peft", "")
     if tuple(map(int, version.split(".")[:2] or [0])) < (0, 19):
