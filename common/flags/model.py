@@ -53,9 +53,8 @@ class LoRAConfig:
     alpha: float = 32.0
     """The adapters' product is multiplied by alpha / rank. Needs --lora.rank."""
     targets: tuple[str, ...] = ()
-    """Names of the linear layers with adapters, such as q_proj v_proj; `experts`: those of a mixture, a pair of
-    matrices for each matrix of each expert. Default: all linear layers in attention and MLPs, no experts. Needs
-    --lora.rank."""
+    """Names of the linear layers with adapters, such as q_proj v_proj; all-linear: all in attention and MLPs; experts:
+    those of a mixture, a pair of matrices for each matrix of each expert. Default: all-linear. Needs --lora.rank."""
 
     def __post_init__(self):
         if self.rank < 0 or self.alpha <= 0:

@@ -252,8 +252,8 @@ def _build(auto_class: type, path: str, hf_config: PretrainedConfig, config: Mod
     if config.router_float32:
         use_float32_routers(model)
     if weights.lora.rank and add_adapters(model, weights.lora, weights.dtype):
-        print_on_main(world, f"lora   the experts of {path} have no adapters: to train them, too, name `experts` and "
-                             f"the layers that have some in --lora.targets")
+        print_on_main(world, f"lora   the experts of {path} have no adapters: --lora.targets all-linear experts gives "
+                             f"them some")
     return model
 
 

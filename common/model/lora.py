@@ -21,6 +21,8 @@ ROUTERS = {"gate", "router", "shared_expert_gate"}
 """Linear layers inside blocks that choose experts: they belong neither to attention nor to an MLP."""
 EXPERTS = "experts"
 """The name of all experts in --lora.targets."""
+ALL_LINEAR = "all-linear"
+"""The name of all linear layers there, which are the default."""
 
 
 class Adapter(NamedTuple):
@@ -45,7 +47,9 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, dtype: torch.dtype 
                 elif are_experts(module):
                     mixtures.append(module)
     by_default = {name.rpartition(".")[2] for _, name, _ in linears} - ROUTERS
-    possible = by_default | {EXPERTS} if mixtures else by_default
+    possible = {ALL_LINEAR, *by_default}
+    if mixtures:
+        possible.add(EXPERTS)
     for target in config.targets:
         if target not in possible:
             raise ValueError(
@@ -56,14 +60,17 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, dtype: torch.dtype 
             )
     model.requires_grad_(False)
     scale = config.alpha / config.rank
+    targets = set(config.targets or [ALL_LINEAR])
+    if ALL_LINEAR in targets:
+        targets |= by_default
     for block, name, linear in linears:
-        if name.rpartition(".")[2] in (config.targets or by_default):
+        if name.rpartition(".")[2] in targets:
             block.set_submodule(name, LoRALinear(linear, config.rank, scale, dtype))
-    has_experts = EXPERTS in config.targets
-    if has_experts:
-        for experts in mixtures:
-            adapt(experts, config.rank, scale, dtype)
-    return bool(mixtures) and not has_experts
+    if EXPERTS not in targets:
+        return bool(mixtures)
+    for experts in mixtures:
+        adapt(experts, config.rank, scale, dtype)
+    return False
 
 
 def adapters_of(model: nn.Module) -> dict[str, Adapter]:

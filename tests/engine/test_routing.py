@@ -77,7 +77,7 @@ def test_what_the_hf_engine_tells_is_replayed(family, world, tmp_path):
     assert (policy.score(whole, 1.0) - whole.rollout_logp)[whole.mask].abs().max() > 0.01
 
 
-@pytest.mark.parametrize("kind", ["vllm", "hf"])
+@pytest.mark.parametrize("kind", ["vllm", pytest.param("hf", marks=pytest.mark.sweep)])
 def test_routers_in_float32_on_both_sides(kind, tmp_path):
     """--policy.router-float32: weights and hidden states of the engine are bfloat16, its logits are not rounded to it
     (to 4e-3). Trainer and engine then differ as little as ever."""

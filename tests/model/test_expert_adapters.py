@@ -210,7 +210,9 @@ def config_file(policy, config: ModelConfig) -> dict[str, bytes]:
 def test_a_target_is_in_the_model_and_the_default_names_what_it_leaves_out(mixture, tiny_llama, world, capsys):
     policy = load_policy(mixture, FLOAT32, world, Weights(lora=LoRAConfig(rank=2)))
     assert not any("experts" in name for name, p in policy.lm.named_parameters() if p.requires_grad)
-    assert f"the experts of {mixture} have no adapters: to train them, too, name `experts`" in capsys.readouterr().out
+    assert f"the experts of {mixture} have no adapters: --lora.targets all-linear experts" in capsys.readouterr().out
+    both = load_policy(mixture, FLOAT32, world, Weights(lora=LoRAConfig(rank=2, targets=("all-linear", "experts"))))
+    assert sum(p.requires_grad for p in both.lm.parameters()) == 2 * (4 + 2) * 2
     only = load_policy(mixture, FLOAT32, world, Weights(lora=LoRAConfig(rank=2, targets=("experts",))))
     assert all("experts" in name for name, p in only.lm.named_parameters() if p.requires_grad)
     assert "no adapters" not in capsys.readouterr().out

@@ -49,7 +49,7 @@ def test_engine_and_trainer_agree(mixture, tmp_path):
         "--data.max-prompt-length", "200", "--prompts-per-step", "4", "--samples-per-prompt", "4", "--total-steps", "2",
         "--rollout.max-response-length", "24", "--rollout.max-num-seqs", "16", "--rollout.kv-cache-gb", "0.25",
         "--reward.num-workers", "1", "--max-tokens-per-gpu", "2048", *ALL,
-        env={"CXX": "none", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "compiled")},
+        warm=True,
     )
     rows = metrics_of(tmp_path)
     assert [row["step"] for row in rows] == [1, 2]
