@@ -64,6 +64,7 @@ def update(policy: Policy, minibatch: list[Batch]) -> tuple[dict[str, Tensor], T
     for microbatch in minibatch:
         logp, _ = policy(microbatch, 1.0)
         (0 * logp.sum()).backward()
+        assert not policy.mixture.logits                                # recomputed layers are not heard
         losses.append(policy.reported["router_aux_loss"][microbatch.mask])
         entropies.append(policy.reported["router_entropy"][microbatch.mask])
     grads = {name: p.grad.full_tensor().clone() for name, p in policy.lm.named_parameters() if p.grad is not None}
