@@ -108,17 +108,23 @@ def peft_files(adapters: dict[str, Tensor], flags: dict[str, Any]) -> dict[str, 
     """Adapters in peft's format, file name -> content. Those of experts are read by peft since 0.19, and by vLLM, which
     calls this layout 3D: A of all experts is one matrix [experts * rank, in], B [out, rank * experts]. The tensor of
     the first product is called EXPERTS.base_layer, of the second EXPERTS, because peft wraps one around the other."""
-    layers, parameters, tensors = set(), set(), {}
+    layers = set()
+    parameters = set()
+    tensors = {}
     for name, tensor in adapters.items():
         layer, _, kind = name.rpartition(".")
         if tensor.ndim == 2:
             layers.add(layer.rpartition(".")[2])
         else:
-            own_name, kind = kind[: -len("_lora_A")], kind[-len("lora_A"):]
+            own_name, _, kind = kind.partition("_lora_")
+            kind = f"lora_{kind}"
             parameters.add(".".join([*layer.split(".")[-2:], own_name]))
             if own_name != "down_proj":
                 layer += ".base_layer"
-            tensor = tensor.flatten(0, 1) if kind == "lora_A" else tensor.permute(1, 2, 0).flatten(1)
+            if kind == "lora_A":
+                tensor = tensor.flatten(0, 1)
+            else:
+                tensor = tensor.permute(1, 2, 0).flatten(1)
         tensors[f"base_model.model.{layer}.{kind}.weight"] = tensor.contiguous()
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": flags["--model"],
