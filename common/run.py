@@ -175,7 +175,8 @@ class Run(Training):
         `rollout.to_minibatches`."""
         seed = seed_of(self.args.seed, step, "minibatches")
         layout = Layout(self.hf_config, self.world, num_minibatches, max_tokens, seed, self.policy.share_prompt)
-        skip = skip_zero_advantage and not self.args.run_zero_advantage
+        runs_all = self.args.run_zero_advantage or self.args.policy.router_aux_coef > 0     # a loss on every token
+        skip = skip_zero_advantage and not runs_all
         minibatches = to_minibatches(rollout, in_loss, layout, step, skip)
         self.train_set.take_images(rollout, minibatches)
         return minibatches

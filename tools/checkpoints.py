@@ -26,7 +26,7 @@ from common.checkpoint.own import check_replaceable, paths_in
 from common.checkpoint.state import FILE as SHARDS
 from common.checkpoint.state import load_shards, open_shards
 from common.model.loading import SCORED
-from common.model.lora import merge
+from common.model.lora import matrices_of, merge, transposed_experts
 from common.source.stored import Experts, fingerprint, open_folder, weights_of
 from tools.flags import exit_with_error
 from tools.terminal import visible
@@ -76,14 +76,15 @@ def read_stored(folder: Path, keys: dict[str, str], wanted: dict[str, Tensor]) -
 
 
 def merged_with_base(adapters: dict[str, Tensor], scale: float, base: dict[str, Tensor | Experts],
-                     wanted: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The weights of the run's --model with these adapters merged in their dtype, one at a time."""
+                     wanted: dict[str, Tensor], transposed: set[str]) -> Iterator[tuple[str, Tensor]]:
+    """The weights of the run's --model with these adapters merged in their dtype, one at a time. `transposed`: from
+    `transposed_experts`."""
     for name, meta in wanted.items():
-        layer = name.removesuffix(".weight")
+        name_of_a, name_of_b = matrices_of(name)
         tensor = base[name][tuple(slice(0, size) for size in meta.shape)]
-        if f"{layer}.lora_A" in adapters:
-            a, b = adapters[f"{layer}.lora_A"], adapters[f"{layer}.lora_B"]
-            tensor = merge(tensor.to(a.dtype), a, b, scale)
+        if name_of_a in adapters:
+            a, b = adapters[name_of_a], adapters[name_of_b]
+            tensor = merge(tensor.to(a.dtype), a, b, scale, name in transposed)
         yield name, tensor.to(meta.dtype)
 
 
@@ -98,18 +99,40 @@ def merged(folder: Path, keys: dict[str, str], flags: dict[str, Any], files: dic
     if head:
         base = {name: tensor for name, tensor in base.items() if name.startswith(f"{lm.base_model_prefix}.")}
     wanted = {name: lm.state_dict()[name] for name in base}
-    tensors = merged_with_base(found, flags["--lora.alpha"] / flags["--lora.rank"], base, wanted)
+    scale = flags["--lora.alpha"] / flags["--lora.rank"]
+    tensors = merged_with_base(found, scale, base, wanted, transposed_experts(lm))
     return wanted | {name: tensor.to("meta") for name, tensor in head.items()}, chain(tensors, head.items())
 
 
 def peft_files(adapters: dict[str, Tensor], flags: dict[str, Any]) -> dict[str, bytes]:
-    """Adapters in peft's format, file name -> content."""
+    """Adapters in peft's format, file name -> content. Those of experts are read by peft since 0.19, and by vLLM, which
+    calls this layout 3D: A of all experts is one matrix [experts * rank, in], B [out, rank * experts]. The tensor of
+    the first product is called EXPERTS.base_layer, of the second EXPERTS, because peft wraps one around the other."""
+    layers = set()
+    parameters = set()
+    tensors = {}
+    for name, tensor in adapters.items():
+        layer, _, kind = name.rpartition(".")
+        if tensor.ndim == 2:
+            layers.add(layer.rpartition(".")[2])
+        else:
+            own_name, _, kind = kind.partition("_lora_")
+            kind = f"lora_{kind}"
+            parameters.add(".".join([*layer.split(".")[-2:], own_name]))
+            if own_name != "down_proj":
+                layer += ".base_layer"
+            if kind == "lora_A":
+                tensor = tensor.flatten(0, 1)
+            else:
+                tensor = tensor.permute(1, 2, 0).flatten(1)
+        tensors[f"base_model.model.{layer}.{kind}.weight"] = tensor.contiguous()
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": flags["--model"],
         "r": flags["--lora.rank"], "lora_alpha": flags["--lora.alpha"], "lora_dropout": 0.0, "bias": "none",
-        "inference_mode": True, "target_modules": sorted({name.split(".")[-2] for name in adapters}),
+        "inference_mode": True, "target_modules": sorted(layers),
     }
-    tensors = {f"base_model.model.{name}.weight": tensor for name, tensor in adapters.items()}
+    if parameters:
+        config["target_parameters"] = sorted(parameters)
     content = save(tensors, {"format": "pt"})
     return {"adapter_config.json": json.dumps(config, indent=2).encode(), "adapter_model.safetensors": content}
 

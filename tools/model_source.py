@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from common.checkpoint.export import hf_files, model_of, replace_hf
 from common.checkpoint.files import complete_checkpoints
 from common.checkpoint.own import MARK
 from common.flags.model import ModelConfig
+from common.forward.adapted import are_experts, names_of
 from common.model.loading import read_config, read_tokenizer
+from common.model.lora import matrices_of, transposed_experts
 from common.source.folder import check_weights
 from common.source.stored import open_folder, weights_of
 from tools.checkpoints import export_checkpoint, merged_with_base
@@ -75,6 +77,29 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return settings, {names[name]: tensor for name, tensor in tensors.items()}
 
 
+def with_experts(lm: nn.Module, adapters: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The adapters with those of experts in their own names and shapes: what `peft_files` of tools/checkpoints.py does,
+    backwards. Raises ValueError where they do not fit, as those of peft below 0.19."""
+    found = dict(adapters)
+    for layer, experts in lm.named_modules():
+        if not are_experts(experts) or f"{layer}.lora_A" not in adapters:
+            continue
+        first, second = names_of(experts)
+        for inner, own_name in ((f"{layer}.base_layer", first), (layer, second)):
+            a, b = found.pop(f"{inner}.lora_A", None), found.pop(f"{inner}.lora_B", None)
+            count, outputs, inputs = getattr(experts, own_name).shape
+            if experts.is_transposed:
+                inputs, outputs = outputs, inputs
+            if a is None or b is None or (a.shape[1], b.shape[0]) != (inputs, outputs) or len(a) % count:
+                raise ValueError(f"the adapters of {layer}.{own_name} must be [experts * rank, {inputs}] and [{outputs}"
+                                 f", rank * experts], as peft writes them since 0.19 if both {first} and {second} have "
+                                 f"some: merge them with peft, and give the merged model")
+            name_of_a, name_of_b = matrices_of(f"{layer}.{own_name}")
+            found[name_of_a] = a.unflatten(0, (count, -1))
+            found[name_of_b] = b.unflatten(1, (-1, count)).permute(2, 0, 1)
+    return found
+
+
 def merge_adapter(folder: Path, out: Path, config: ModelConfig) -> None:
     """Write the base model with these adapters merged, in the compute dtype, as a run's own engine gets them."""
     settings, adapters = read_adapter(folder)
@@ -87,12 +112,13 @@ def merge_adapter(folder: Path, out: Path, config: ModelConfig) -> None:
     if lm is None:
         raise ValueError(f"{folder}: the code of {base_path} comes with it: merge the adapters with peft")
     base = weights_of(lm, base_path, open_folder(base_path))
-    layers = {name.rpartition(".")[0] for name in adapters}
-    if unknown := sorted(layer for layer in layers if f"{layer}.weight" not in base):
-        raise ValueError(f"{folder} has an adapter of {unknown[0]}, which {base_path} lacks")
+    adapters = with_experts(lm, adapters)
+    known = {name for weight in base for name in matrices_of(weight)}
+    if unknown := sorted(adapters.keys() - known):
+        raise ValueError(f"{folder} has an adapter of {unknown[0].rpartition('.')[0]}, which {base_path} lacks")
     rank = settings["r"]
     scale = settings["lora_alpha"] / (math.sqrt(rank) if settings.get("use_rslora") else rank)
     wanted = {name: lm.state_dict()[name].to(dtype) for name in base}
     rounded = {name: tensor.to(dtype) for name, tensor in adapters.items()}
-    replace_hf(out, wanted, merged_with_base(rounded, scale, base, wanted), files)
+    replace_hf(out, wanted, merged_with_base(rounded, scale, base, wanted, transposed_experts(lm)), files)
     print(f"{base_path} with the adapters of {folder} -> {out}", flush=True)

@@ -185,7 +185,7 @@ beside() {
 # IFEval's checkers are used, so most of what it needs is left out.
 add_extras() {
     beside liger triton==3.7.1 "$(grep -o '^liger-kernel==[^ ]*' requirements.txt)"
-    beside peft accelerate==1.15.0 peft==0.18.0
+    beside peft accelerate==1.15.0 peft==0.21.2
     beside lm_eval langdetect==1.0.9 immutabledict==4.3.1 nltk==3.10.4 sacrebleu==2.6.0 portalocker==4.4.2 \
         colorama==0.4.6 lxml==6.1.3 lm_eval==0.4.13
     ! cmp -s requirements-test.txt "$VENV/extras" || return 0

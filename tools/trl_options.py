@@ -46,6 +46,7 @@ SAME = {
     "max_grad_norm": "--optim.max-grad-norm",
     "gradient_checkpointing": "--policy.gradient-checkpointing",
     "trust_remote_code": "--policy.trust-remote-code",
+    "router_aux_loss_coef": "--policy.router-aux-coef",
     "save_total_limit": "--save.keep",
     "temperature": "--rollout.temperature",
     "top_p": "--rollout.top-p",
@@ -71,6 +72,7 @@ ONLY = {  # flag -> the kinds that have it; others have all
     **dict.fromkeys(("--rollout.temperature", "--rollout.top-p", "--rollout.top-k", "--rollout.tp", "--eval-n",
                      "--rollout.max-response-length", "--rollout.gpu-memory-utilization"), SAMPLING),
     "--reward-model.path": ("grpo", "rloo", "online_dpo", "ppo"),
+    "--policy.router-aux-coef": (*SAMPLING, "sft", "dpo"),
 }
 SWITCHES = {"--policy.trust-remote-code"}  # flags without a value
 BOOLS = {"--policy.gradient-checkpointing"}  # flags with True or False
@@ -176,7 +178,6 @@ WITHOUT = {
     "reward_clip_range": "clip in the reward function",
     "activation_offloading": "--policy.gradient-checkpointing saves memory",
     "chat_template_path": "--data.chat-template-file names a file",
-    "router_aux_loss_coef": "mixtures train without an auxiliary loss",
     "use_bias_correction_kl": "the nearest is --kl-estimator k3+",
     "whiten_rewards": "advantages are whitened, rewards are not",
 }

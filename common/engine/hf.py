@@ -18,6 +18,7 @@ from common.dataset.images import Images
 from common.engine.base import Engine, EngineSetup
 from common.engine.sync import Checksum, as_numbers, checksum
 from common.flags.rollout import SamplingConfig
+from common.forward.mixture import use_float32_routers
 from common.forward.router_replay import routers_of
 from common.forward.vision import auto_class
 from common.model.policy import saved_buffers
@@ -51,6 +52,8 @@ class HFEngine(Engine):
                 trust_remote_code=setup.model_config.trust_remote_code,
             )
         self.model.eval().requires_grad_(False)
+        if setup.model_config.router_float32:
+            use_float32_routers(self.model)
         self.model.generation_config = GenerationConfig()  # config.json may have other end tokens
         self.routers = routers_of(self.model) if setup.model_config.router_replay == "rollout" else []
         self.waiting: list[Unfinished] = []

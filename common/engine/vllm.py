@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.dataset.images import Images
@@ -94,11 +95,15 @@ class VLLMEngine(Engine):
             if hasattr(EngineArgs, "cpu_distributed_timeout_seconds"):  # else vLLM's 10 and 30 minutes hold, as in 0.26
                 seconds = int(setup.world.timeout.total_seconds())
                 options |= {"distributed_timeout_seconds": seconds, "cpu_distributed_timeout_seconds": seconds}
+            if model_config.router_float32:
+                use_float32_routers()
             # the other kernels for mixtures keep the experts' weights in another order, which a sync does not write
             extra = ({} if self.on_cpu else {"moe_backend": "triton"}) | json_object("--rollout.extra", config.extra)
             self.llm = LLM(**options, **extra)
         self.model = self.llm.apply_model(lambda model: model)[0]  # it is in this process
         self.expert_layers = [x.layer_id for x in self.model.modules() if type(x).__name__.endswith("MoERunner")]
+        if model_config.router_float32:
+            check_routers(self.model, len(self.expert_layers))
         # the layers that vLLM quantises itself, e.g. with --rollout.extra '{"quantization": "fp8_per_tensor"}'
         methods = {layer: getattr(layer, "quant_method", None) for layer in self.model.modules()}
         self.quantized = [layer for layer, method in methods.items() if getattr(method, "uses_meta_device", False)]
@@ -269,6 +274,30 @@ def start_on_cpu() -> Iterator[None]:
     )
     with keep_weights, mock.patch.object(CpuCommunicator, "_all_group_ranks_share_shm_group_name", return_value=False):
         yield
+
+
+def use_float32_routers() -> None:
+    """--policy.router-float32, before vLLM starts, for all routers of this process: their weights stay in the dtype in
+    which they are sent, the product is computed in float32."""
+    try:
+        from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
+    except ImportError as error:
+        raise ValueError(f"--policy.router-float32: this vLLM has other routers than 0.32 ({error})") from None
+
+    def forward(self, x):
+        bias = None if self.bias is None else self.bias.float()
+        logits = F.linear(x.float(), self.weight.float(), bias)
+        return (logits, None) if self.return_bias else logits
+
+    mock.patch.object(GateLinear, "forward", forward).start()
+
+
+def check_routers(model: nn.Module, num_layers: int) -> None:
+    """Raise ValueError if vLLM's model has layers with experts whose routers are not computed in float32."""
+    found = [module for module in model.modules() if type(module).__name__ == "GateLinear"]
+    if len(found) != num_layers or not found:
+        raise ValueError(f"--policy.router-float32: vLLM's {type(model).__name__} has {num_layers} layers with experts "
+                         f"and {len(found)} routers that are known, leave it out")
 
 
 def pack_on_cpu(model: nn.Module) -> None:

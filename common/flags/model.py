@@ -30,6 +30,13 @@ class ModelConfig:
     router_replay: Literal["none", "old-logp", "rollout"] = "none"
     """Experts that a token uses in the update. old-logp: those chosen by the pass that scored the old log-probs, if
     there was one. rollout: those that the engine chose, also in the pass for the old log-probs. Needs training."""
+    router_float32: bool = False
+    """Compute the routers of a mixture, of trainer and engine, in float32: their logits are not rounded to bfloat16,
+    so that the two choose the same experts more often."""
+    router_aux_coef: float = 0.0
+    """Factor of the load balancing loss (arXiv 2101.03961) of the policy's routers, which every script adds to its own.
+    It is transformers' number, over the tokens of the loss in the whole mini-batch, and costs a forward pass more. 0:
+    no such loss. Needs training."""
     freeze_vision: bool = False
     """Train only the language model of a vision-language model; its vision tower and projector stay frozen. Needs
     training."""
@@ -41,6 +48,8 @@ class ModelConfig:
         if share is not None and not 0 <= share <= 1:
             raise ValueError(f"--policy.gradient-checkpointing {share} must be True, False, None or a share of the "
                              f"layers in [0, 1]")
+        if not 0 <= self.router_aux_coef < math.inf:
+            raise ValueError(f"--policy.router-aux-coef {self.router_aux_coef:g} must be at least 0")
 
 
 @dataclass
@@ -50,8 +59,8 @@ class LoRAConfig:
     alpha: float = 32.0
     """The adapters' product is multiplied by alpha / rank. Needs --lora.rank."""
     targets: tuple[str, ...] = ()
-    """Names of the linear layers with adapters, such as q_proj v_proj. Default: all in attention and MLPs. Needs
-    --lora.rank."""
+    """Names of the linear layers with adapters, such as q_proj v_proj; all-linear: all in attention and MLPs; experts:
+    those of a mixture, a pair of matrices for each matrix of each expert. Default: all-linear. Needs --lora.rank."""
 
     def __post_init__(self):
         if self.rank < 0 or self.alpha <= 0:

@@ -12,6 +12,7 @@ from transformers import AutoModel, PretrainedConfig
 
 from common.flags.model import OffloadConfig
 from common.flags.rules import num_shards
+from common.forward.mixture import check_balanced, use_float32_routers
 from common.forward.router_replay import routers_of
 from common.forward.vision import FAMILIES
 from common.kernels import CHUNK_BYTES
@@ -51,6 +52,10 @@ class MemoryPlan:
         self.policy = Model(hf_config, policy, ranks, lora=args.lora, kind=args.optim.kind)
         if policy.router_replay != "none":
             routers_of(self.policy.largest)  # refuses what has none
+        if policy.router_aux_coef:
+            check_balanced(self.policy.largest, policy.router_aux_coef)
+        if policy.router_float32 and not use_float32_routers(self.policy.largest):
+            raise ValueError(f"--policy.router-float32: a {hf_config.model_type} has no routers, leave it out")
         self.trained = [self.policy]
         if critic:
             config = read_critic(critic, policy, hf_config)

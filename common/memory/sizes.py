@@ -11,7 +11,7 @@ from common.forward.vision import auto_class
 from common.kernels import tile_shape
 from common.model.flops import active_weights, head_dims
 from common.model.loading import GIB, NO_ADAPTERS, uses_liger
-from common.model.lora import add_adapters
+from common.model.lora import adapters_of, add_adapters
 from common.model.optimizers import WEIGHTS, block_size, uses_muon
 from common.model.sharding import PART, recomputed_share, shard_dim
 
@@ -46,6 +46,9 @@ class Model:
         self.is_fused = uses_liger(torch.device("cuda"), hf_config, config)
         entries = self.config.to_dict()
         self.experts = entries.get("num_experts_per_tok") or 0          # that a token runs through
+        self.router_probs = 0                           # bytes of the probabilities that the routers' loss keeps
+        if config.router_aux_coef:
+            self.router_probs = 4 * 2 * (entries.get("num_experts") or entries.get("num_local_experts") or 0)
         self.heads = self.config.num_attention_heads
         self.kv_heads = entries.get("num_key_value_heads") or self.heads
         columns = active_weights(hf_config) / self.config.num_hidden_layers / self.config.hidden_size
@@ -73,8 +76,13 @@ class Model:
         self.num_blocks = len(blocks)
         self.all = count(model)
         self.block = 0
+        self.merged = self.config.hidden_size**2                        # of a matrix with its adapter
         for p in self.largest.parameters():
             self.block += p.numel() // expert_parallel if p.ndim == 3 else p.numel()
+        for name in adapters_of(self.largest):
+            weight = self.largest.get_parameter(name)
+            if weight.ndim == 3:                                        # of all experts that a rank has
+                self.merged = max(self.merged, weight.numel() // expert_parallel)
         embedding = model.get_input_embeddings()
         head = model.get_output_embeddings()
         is_tied = head is not None and head.weight is embedding.weight
@@ -152,6 +160,7 @@ class Model:
         hidden = size * self.config.hidden_size                         # bytes of a hidden state
         kept = self.kept_by_block(keys)
         of_blocks = self.num_recomputed * hidden + (self.num_blocks - self.num_recomputed) * kept
+        of_blocks += self.num_blocks * self.router_probs
         in_block = of_blocks + 2 * hidden + max(2 * size * self.mlp_width, 3 * hidden * self.experts)
         # the first blocks are recomputed: then what the last ones kept is free, if there are any
         if self.num_recomputed == self.num_blocks:
@@ -161,7 +170,7 @@ class Model:
         # head and embedding arrive, and the buffers they come in
         arriving = 2 * size * (self.head + max(self.block, self.embedding))
         head_grads = 0                                      # of the large matrices, if they are trained
-        block_grads = self.config.hidden_size**2                        # of a matrix merged with its adapter
+        block_grads = self.merged
         last_grads = 0
         if not self.frozen_shard:
             head_grads = self.head

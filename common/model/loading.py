@@ -17,6 +17,7 @@ from transformers.integrations.liger import apply_liger_kernel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from common.flags.model import LoRAConfig, ModelConfig
+from common.forward.mixture import Mixture, use_float32_routers
 from common.forward.router_replay import routers_of
 from common.forward.vision import FAMILIES, auto_class
 from common.model.attention import choose_attention, separate_states, use_kernel
@@ -158,8 +159,10 @@ def load_policy(path: str, config: ModelConfig, world: World, weights: Weights =
         raise ValueError(f"{path}: the output head must be one matrix without bias; choose another --model")
     policy = Policy(lm)
     policy.folder = path
-    if config.router_replay != "none" and not weights.frozen:
-        policy.routers = routers_of(lm)
+    if not weights.frozen:
+        if config.router_replay != "none":
+            policy.routers = routers_of(lm)
+        policy.mixture = Mixture(lm, config.router_aux_coef, world.size)
     shard(policy, lm, config, world, weights.frozen)
     register_fsdp_forward_method(policy, "hidden_states")
     if weights.like is None:
@@ -247,8 +250,11 @@ def _build(auto_class: type, path: str, hf_config: PretrainedConfig, config: Mod
     if uses_liger(world.device, hf_config, config):
         logging.getLogger("liger_kernel").setLevel(logging.ERROR)  # else it tells of kernels for other accelerators
         apply_liger_kernel(model, LIGER_KERNELS)
-    if weights.lora.rank:
-        add_adapters(model, weights.lora, weights.dtype)
+    if config.router_float32:
+        use_float32_routers(model)
+    if weights.lora.rank and add_adapters(model, weights.lora, weights.dtype):
+        print_on_main(world, f"lora   the experts of {path} have no adapters: --lora.targets all-linear experts gives "
+                             f"them some")
     return model
 
 

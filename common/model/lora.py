@@ -1,92 +1,106 @@
-"""LoRA (Hu et al. 2021, arXiv 2106.09685): the model stays frozen, and its linear layers learn a product of two small
-matrices each.
+"""LoRA (Hu et al. 2021, arXiv 2106.09685): the model stays frozen, and its linear layers, and the experts of a mixture
+if asked for, learn a product of two small matrices each.
 
 A layer computes with W' = W + scale B A, rounded to W's own dtype. The sampling engine gets this W' from the same
 function, so trainer and engine hold the same numbers. The reference is the same model with its adapters off.
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from common.flags.model import LoRAConfig
+from common.forward.adapted import AdaptedExperts, LoRALinear, adapt, are_experts, names_of
+from common.forward.adapted import merge as merge
 from common.source.stored import is_adapter
 
 ROUTERS = {"gate", "router", "shared_expert_gate"}
 """Linear layers inside blocks that choose experts: they belong neither to attention nor to an MLP."""
+EXPERTS = "experts"
+"""The name of all experts in --lora.targets."""
+ALL_LINEAR = "all-linear"
+"""The name of all linear layers there, which are the default."""
 
 
-class _Adapted(torch.autograd.Function):
-    """x W'^T. The gradients of A and B are computed without the gradient of W; the backward pass computes W' again."""
+class Adapter(NamedTuple):
+    """The adapter of one tensor of a model; see `merge`."""
 
-    @staticmethod
-    def forward(ctx, x, weight, bias, a, b, scale):
-        ctx.save_for_backward(x, weight, a, b)
-        ctx.scale = scale
-        return F.linear(x, merge(weight, a, b, scale), bias)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        x, weight, a, b = ctx.saved_tensors
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = grad @ merge(weight, a, b, ctx.scale)
-        rows = grad.flatten(0, -2)                                                      # [T, out]
-        inputs = x.flatten(0, -2)                                                       # [T, in]
-        grad_a = ctx.scale * ((rows @ b).T @ inputs)                                    # [rank, in]
-        grad_b = ctx.scale * (rows.T @ (inputs @ a.T))                                  # [out, rank]
-        return grad_x, None, None, grad_a, grad_b, None
+    a: nn.Parameter
+    b: nn.Parameter
+    scale: float
+    is_transposed: bool = False
 
 
-def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """W' [out, in] in the dtype of `weight`; the sum is computed in float32 (float64 for float64)."""
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    return torch.addmm(weight.to(wide), b.to(wide), a.to(wide), alpha=scale).to(weight.dtype)
-
-
-class LoRALinear(nn.Linear):
-    """A linear layer with a frozen weight and an adapter. It is created without memory, like the model."""
-
-    are_on = True  # all adapters, but while the reference scores
-
-    def __init__(self, linear: nn.Linear, rank: int, scale: float, dtype: torch.dtype = torch.float32):
-        super().__init__(linear.in_features, linear.out_features, linear.bias is not None, "meta", linear.weight.dtype)
-        self.requires_grad_(False)
-        self.lora_A = nn.Parameter(torch.empty(rank, linear.in_features, device="meta", dtype=dtype))
-        self.lora_B = nn.Parameter(torch.empty(linear.out_features, rank, device="meta", dtype=dtype))
-        self.scale = scale
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.are_on:
-            return F.linear(x, self.weight, self.bias)
-        return _Adapted.apply(x, self.weight, self.bias, self.lora_A, self.lora_B, self.scale)
-
-
-def add_adapters(model: PreTrainedModel, config: LoRAConfig, dtype: torch.dtype = torch.float32) -> None:
-    """Freeze a model on the meta device and give its linear layers adapters. Raises ValueError for a wrong target."""
+def add_adapters(model: PreTrainedModel, config: LoRAConfig, dtype: torch.dtype = torch.float32) -> bool:
+    """Freeze a model on the meta device and give its linear layers adapters, and its experts, if --lora.targets name
+    them. Returns whether there are experts that have none. Raises ValueError for a wrong target."""
     linears = []                                                        # (block, name in it, layer)
+    mixtures = []
     for block in model.get_decoder().modules():
         if type(block).__name__ in model._no_split_modules:
             for name, module in block.named_modules():
                 if type(module) is nn.Linear:
                     linears.append((block, name, module))
-    possible = {name.rpartition(".")[2] for _, name, _ in linears} - ROUTERS
+                elif are_experts(module):
+                    mixtures.append(module)
+    by_default = {name.rpartition(".")[2] for _, name, _ in linears} - ROUTERS
+    possible = {ALL_LINEAR, *by_default}
+    if mixtures:
+        possible.add(EXPERTS)
     for target in config.targets:
         if target not in possible:
             raise ValueError(
                 f"--lora.targets {target} must be a linear layer of attention or of an MLP, here one of "
                 f"{' '.join(sorted(possible))}: an embedding and the output head are no matrix product of a "
-                f"layer's input, and the experts of a mixture are one tensor, not a linear layer each"
+                f"layer's input, and `experts` are all of a mixture, if transformers builds them by its "
+                f"use_experts_implementation"
             )
     model.requires_grad_(False)
+    scale = config.alpha / config.rank
+    targets = set(config.targets or [ALL_LINEAR])
+    if ALL_LINEAR in targets:
+        targets |= by_default
     for block, name, linear in linears:
-        if name.rpartition(".")[2] in (config.targets or possible):
-            block.set_submodule(name, LoRALinear(linear, config.rank, config.alpha / config.rank, dtype))
+        if name.rpartition(".")[2] in targets:
+            block.set_submodule(name, LoRALinear(linear, config.rank, scale, dtype))
+    if EXPERTS not in targets:
+        return bool(mixtures)
+    for experts in mixtures:
+        adapt(experts, config.rank, scale, dtype)
+    return False
+
+
+def adapters_of(model: nn.Module) -> dict[str, Adapter]:
+    """The name of each weight that has an adapter -> the adapter."""
+    found = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, LoRALinear):
+            found[f"{name}.weight"] = Adapter(layer.lora_A, layer.lora_B, layer.scale)
+        elif isinstance(layer, AdaptedExperts):
+            for own_name in names_of(layer):
+                a, b = map(layer.get_parameter, matrices_of(own_name))
+                found[f"{name}.{own_name}"] = Adapter(a, b, layer.scale, layer.is_transposed)
+    return found
+
+
+def matrices_of(weight: str) -> tuple[str, str]:
+    """The names of A and B of the adapter of this weight: LAYER.weight, or EXPERTS.NAME."""
+    stem = weight.removesuffix("weight")
+    if stem == weight:
+        stem = f"{weight}_"
+    return f"{stem}lora_A", f"{stem}lora_B"
+
+
+def transposed_experts(model: nn.Module) -> set[str]:
+    """The names of experts' tensors [experts, in, out]."""
+    found = set()
+    for name, layer in model.named_modules():
+        if are_experts(layer) and layer.is_transposed:
+            found |= {f"{name}.{own_name}" for own_name in names_of(layer)}
+    return found
 
 
 def new_adapters(model: nn.Module) -> dict[str, Tensor]:
@@ -100,7 +114,7 @@ def new_adapters(model: nn.Module) -> dict[str, Tensor]:
             values[name] = torch.zeros(parameter.shape)
         else:
             uniform = torch.rand(parameter.shape, generator=generator)                  # in [0, 1)
-            values[name] = (2 * uniform - 1) * parameter.shape[1] ** -0.5
+            values[name] = (2 * uniform - 1) * parameter.shape[-1] ** -0.5
     return values
 
 

@@ -1,6 +1,7 @@
 """The trained models on packed sequences: log-probs of a policy, values of a critic."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,12 +11,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from common.batch import Batch
 from common.flags.model import ModelConfig as ModelConfig
+from common.forward.mixture import Mixture
 from common.forward.router_replay import Router
 from common.forward.sequence_parallel import Row, make_row
 from common.forward.vision import hidden_with_images
 from common.kernels import Head, linear_logp
 from common.model.gather import gathered_by_block
-from common.model.lora import LoRALinear, is_adapter, merge
+from common.model.lora import adapters_of, is_adapter, merge
 from common.parallel.ranks import all_sum
 
 
@@ -31,6 +33,7 @@ class PackedModel(nn.Module):
         self.gathers_in: torch.dtype | None = None  # FSDP2 gathers weights in it; None: ranks do not divide them
         self.num_blocks = 0  # that FSDP2 gathers one by one, and
         self.num_recomputed = 0  # of them the first ones, which are recomputed in the backward pass
+        self.mixture: Mixture | None = None  # of a policy that is trained: what its routers say
         self.folder = ""  # or hub name, from which its weights were read
         self.version = 0  # grows with every change of the weights, so the engine knows when its own are stale
         self.skipped_in_a_row = 0  # the latest optimizer steps whose gradient norm was not finite
@@ -45,12 +48,17 @@ class PackedModel(nn.Module):
             router.replayed = None
             if batch.routing is not None:
                 router.replayed = row.batch.routing[row.run, layer]
-        if self.prompts is not None and batch.row is not None:
-            return row, hidden_with_images(backbone, row, self.prompts)[row.before]
+        with nullcontext() if self.mixture is None else self.mixture.hear(row.before):
+            return row, self._hidden(backbone, row)[row.before]
+
+    def _hidden(self, backbone: nn.Module, row: Row) -> Tensor:
+        """The hidden states [t, H] of a row."""
+        if self.prompts is not None and row.batch.row is not None:
+            return hidden_with_images(backbone, row, self.prompts)
         tokens = row.batch.tokens[row.run]                                                              # [t]
         positions = row.batch.position_ids[row.run]                                                     # [t]
         out = backbone(input_ids=tokens[None], position_ids=positions[None], use_cache=False, **row.layout)
-        return row, out.last_hidden_state[0, row.before]
+        return out.last_hidden_state[0]
 
     def watched(self, batch: Batch, *outputs: Tensor) -> tuple[Tensor, ...]:
         """The outputs [T] of a forward pass. A gradient on the tokens of a canary becomes NaN: so the gradient norm,
@@ -93,6 +101,7 @@ class Policy(PackedModel):
     def __init__(self, lm: nn.Module):
         super().__init__()
         self.lm = lm
+        self.reported: dict[str, Tensor] = {}  # of the latest pass with a gradient: what the routers of a mixture say, [T] each
         self.keeps_sum_p2 = False  # `score` then also writes `batch.extra["sum_p2"]`; `forward` has a copy of the batch
 
     def forward(self, batch: Batch, temperature: float, *,
@@ -111,6 +120,11 @@ class Policy(PackedModel):
         if sum_p2 is not None:
             self.sum_p2 = row.per_token(sum_p2)                                                 # [T]
         self._read_routers(row, batch.routing)
+        if self.mixture is not None and torch.is_grad_enabled():
+            logp = self.mixture.read(logp)
+            self.reported = {}
+            for name, numbers in self.mixture.reported.items():
+                self.reported[name] = row.per_token(numbers)                                    # [T]
         outputs = [logp, entropy]
         if also is not None:
             outputs.append(also(hidden, head))
@@ -138,6 +152,11 @@ class Policy(PackedModel):
         `forward`, unsharded weights stay until `free_unsharded`."""
         return self.hidden_before(self.lm.base_model, batch)[1]
 
+    def count_choices(self, minibatch: Iterable[Batch]) -> None:
+        """Before the update of a mini-batch, for --policy.router-aux-coef; see common/forward/mixture.py."""
+        self.mixture.count_choices(self.hidden_states(microbatch) for microbatch in minibatch)
+        self.free_unsharded()
+
     @torch.no_grad()
     def whole_head(self) -> Head:
         """A copy of the output head that is on every rank. All ranks call this together."""
@@ -163,23 +182,20 @@ class Policy(PackedModel):
         Only one of these tensors exists at a time beside the shards, or two blocks in the data type in which the model
         computes. All ranks must iterate to the end, in step.
         """
-        adapted = {}                            # name of a weight -> its layer
-        for name, layer in self.lm.named_modules():
-            if isinstance(layer, LoRALinear):
-                adapted[f"{name}.weight"] = layer
-        if dtype is not None and dtype == self.gathers_in and not adapted:
+        adapters = adapters_of(self.lm)
+        if dtype is not None and dtype == self.gathers_in and not adapters:
             for name, weight in gathered_by_block(self, dtype):
                 yield name.removeprefix("lm."), weight
             yield from saved_buffers(self.lm).items()
             return
         for name, parameter in self.lm.named_parameters():
             as_sent = dtype or parameter.dtype
-            if name in adapted:
-                layer = adapted[name]           # A and B are rounded first, as FSDP2 does for the forward pass
+            if name in adapters:
+                adapter = adapters[name]        # A and B are rounded first, as FSDP2 does for the forward pass
                 weight = parameter.full_tensor()
-                a = layer.lora_A.to(parameter.dtype).full_tensor()
-                b = layer.lora_B.to(parameter.dtype).full_tensor()
-                yield name, merge(weight, a, b, layer.scale).to(as_sent)
+                a = adapter.a.to(parameter.dtype).full_tensor()
+                b = adapter.b.to(parameter.dtype).full_tensor()
+                yield name, merge(weight, a, b, adapter.scale, adapter.is_transposed).to(as_sent)
             elif not is_adapter(name):
                 yield name, parameter.to(as_sent).full_tensor()
         yield from saved_buffers(self.lm).items()

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from common.batch import Batch
+from common.flags.model import ModelConfig
 from common.model.loading import load_critic
 from common.model.policy import Critic, Policy
 from common.model.sharding import shard_slice
@@ -45,10 +46,13 @@ class Scorer(Policy):
         return described
 
 
-def load_scorer(path: str, *arguments: Any, **options: Any) -> Scorer:
+def load_scorer(path: str, config: ModelConfig, *arguments: Any, **options: Any) -> Scorer:
     """The causal LM of a folder with a random head of standard deviation (H + 1)^-1/2 (Stiennon et al. 2020), drawn
-    from torch's seed."""
-    critic = load_critic(path, *arguments, **options)
+    from torch's seed. Raises ValueError for a flag that is of policies alone."""
+    if config.router_aux_coef:
+        raise ValueError(f"--policy.router-aux-coef {config.router_aux_coef:g}: a reward model has no such loss here, "
+                         f"set it to 0")
+    critic = load_critic(path, config, *arguments, **options)
     head = critic.head.weight
     generator = torch.Generator().manual_seed(torch.initial_seed())
     first = torch.randn(head.shape, generator=generator) * (head.shape[1] + 1) ** -0.5

@@ -123,7 +123,12 @@ def shard_experts(transformer: PreTrainedModel, world: World, precision: MixedPr
         if grad.is_cuda:  # FSDP2 frees it when this stream has yet to add it up, and takes its memory in another one
             grad.record_stream(torch.cuda.current_stream())
 
-    apply_expert_parallelism(transformer, experts, None, transformer.ep_plan)  # ValueError where experts do not divide
+    plan = dict(transformer.ep_plan)
+    for name, style in transformer.ep_plan.items():
+        if style == "grouped_gemm":                                             # of the experts' tensors
+            plan[f"{name}_lora_A"] = style
+            plan[f"{name}_lora_B"] = style
+    apply_expert_parallelism(transformer, experts, None, plan)  # ValueError where experts do not divide
     without_cast = replace(precision, cast_forward_inputs=False)
 
     def placement(weight: nn.Parameter) -> Shard:

@@ -1,7 +1,7 @@
 """One walk of a model over mini-batches: its metrics, its progress, and the optimizer steps of an update."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate, chain
 from typing import Any
 
@@ -32,7 +32,7 @@ class Phase:
         self.run = run
         self.name = name
         self.model = name.removeprefix("update_")  # "actor" or "critic": how this phase's metrics begin
-        self.minibatches = minibatches
+        self.all_minibatches = minibatches
         self.num_microbatches = sum(len(minibatch) for minibatch in minibatches)
         self.check_every = math.ceil(self.num_microbatches / MAX_CHECKS)
         self.outputs: list[tuple[Batch, Tensor]] = []  # what the model returned for the micro-batches of this update
@@ -42,10 +42,24 @@ class Phase:
         self.at_start: dict[int, dict[str, tuple[Tensor, int]]] = {}  # id of a micro-batch -> its fields
         if self.num_passes > 1:
             self.at_start = {id(microbatch): versions_of(microbatch) for microbatch in chain(*minibatches)}
+        self.counts_choices = name == "update_actor" and self.run.args.policy.router_aux_coef > 0
+        if self.counts_choices and len(minibatches) == 1:  # scripts with one need not iterate over `minibatches`
+            self.run.policy.count_choices(minibatches[0])
+
+    @property
+    def minibatches(self) -> Iterable[Minibatch]:
+        """The mini-batches of the phase, one after the other; each is ready for its update when it is reached."""
+        if not self.counts_choices or len(self.all_minibatches) == 1:
+            return self.all_minibatches
+        return map(self._with_choices, self.all_minibatches)
+
+    def _with_choices(self, minibatch: Minibatch) -> Minibatch:
+        self.run.policy.count_choices(minibatch)
+        return minibatch
 
     def __iter__(self) -> Iterator[Batch]:
         self.is_update = False  # it may be left early
-        for microbatch in chain(*self.minibatches):
+        for microbatch in chain(*self.all_minibatches):
             yield microbatch
             self._count()
 
@@ -75,6 +89,12 @@ class Phase:
             changed = self.run.policy.router_changed  # by --policy.router-replay
             if changed is not None:
                 self.run.meter.mean("actor/router_changed", changed, mask)
+            reported = self.run.policy.reported
+            if self.counts_choices and "router_aux_loss" not in reported:
+                raise RuntimeError("--policy.router-aux-coef: the choices of this mini-batch were not counted: iterate "
+                                   "over the `minibatches` of the phase")
+            for name, values in reported.items():
+                self.run.meter.mean(f"actor/{name}", values, mask)
             microbatch.last_pass = found | {"logp": output.detach()}
         self._count()
 
@@ -121,7 +141,9 @@ class Phase:
         if self.outputs:
             raise RuntimeError(f"the gradients of {len(self.outputs)} micro-batches of the phase {self.name} were not "
                                f"used: call phase.optimizer_step(model, optimizer, config, step) after each mini-batch")
-        ends = {*accumulate(map(len, self.minibatches)), self.num_microbatches}
+        ends = {*accumulate(map(len, self.all_minibatches)), self.num_microbatches}
+        if self.name == "update_actor" and self.run.policy.mixture is not None:
+            self.run.metrics |= self.run.policy.mixture.load()
         if self.is_update and self.num_done not in ends:
             raise RuntimeError(f"the phase {self.name} has {self.num_microbatches} micro-batches and {self.num_done} "
                                f"were reported: iterate over the phase, or call {DONE} after each")

@@ -4,31 +4,37 @@ tests/model/test_lora.py: the same files in peft."""
 
 # ruff: noqa: F811  (fixtures that are imported)
 
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from common.batch import Batch
 from common.checkpoint.export import export
 from common.engine.base import SamplingConfig
 from common.model.loading import load_policy
+from common.model.lora import LoRAConfig, adapters_of
 from tests.checkpoint.test_checkpoint import watch  # noqa: F401 (fixture)
 from tests.engine.engine_models import PROMPTS, SEEDS, make_model, start
 from tests.generate import generate
-from tests.model.test_lora import BF16, FLOAT32, adapted, save
+from tests.model.test_lora import BF16, FLOAT32, RANK4, adapted, save
 from tools import checkpoints
+
+EXPERTS = LoRAConfig(rank=3, alpha=6.0, targets=("q_proj", "o_proj", "experts"))
 
 
 @pytest.mark.usefixtures("frozen_imports")
-def test_trainer_and_engine_differ_as_in_full_training(world, tmp_path):
+@pytest.mark.parametrize(("family", "config"), [("qwen2", RANK4), ("qwen3_moe", EXPERTS)])
+def test_trainer_and_engine_differ_as_in_full_training(family, config, world, tmp_path):
     """In bfloat16: the same responses, and to the bit the same log-probs on both sides, as those of a model whose
     trained weights are the merged ones."""
-    model = make_model("qwen2", False, tmp_path)
+    model = make_model(family, False, tmp_path)
     engine, base = start(model, world, dtype="bfloat16")
-    adapters = adapted(model, world, BF16)
-    config = adapters.lm.config.to_json_string(use_diff=False).encode()
-    export(adapters, {"config.json": config}, tmp_path / "merged", world)
+    adapters = adapted(model, world, BF16, config)
+    content = adapters.lm.config.to_json_string(use_diff=False).encode()
+    export(adapters, {"config.json": content}, tmp_path / "merged", world)
     seen = []
     for version, policy in enumerate([base, adapters, load_policy(str(tmp_path / "merged"), BF16, world)]):
         policy.version = version
@@ -78,3 +84,33 @@ def test_vllm_samples_with_an_exported_adapter(world, watch, tmp_path, monkeypat
     print(f"\nlargest difference of a log-prob, vLLM and trainer: {largest}")
     assert largest["adapter", "merged"] < 1e-4 > largest["none", "base"]
     assert largest["adapter", "base"] > 0.1 < largest["none", "merged"]
+
+
+def test_vllm_splits_the_adapters_of_experts_as_they_were_trained(world, watch, tmp_path):
+    """vLLM's kernels for adapters of experts need a GPU, its reader does not: what it makes of the exported files gives
+    each expert's product. It reads this layout with enable_mixed_moe_lora_format and a request's is_3d_lora_weight."""
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.model_manager import LoRAModelManager
+    from vllm.lora.peft_helper import PEFTHelper
+
+    model = make_model("qwen3_moe", False, tmp_path)
+    policy = adapted(model, world, FLOAT32, EXPERTS)
+    save(policy, model, {"config.json": policy.lm.config.to_json_string(use_diff=False).encode()}, world, watch,
+         tmp_path, EXPERTS)
+    checkpoints.export_checkpoint(str(tmp_path), tmp_path / "adapter", adapter=True)
+    helper = PEFTHelper.from_local_dir(str(tmp_path / "adapter"), None)
+    read = LoRAModel.from_lora_tensors(1, load_file(tmp_path / "adapter/adapter_model.safetensors"), helper, "cpu")
+    manager = SimpleNamespace(_get_lora_layer_weights=lambda lora_model, name: lora_model.get_lora(name),
+                              model=SimpleNamespace(config=policy.lm.config))
+    policy.lm.config.architectures = ["Qwen3MoeForCausalLM"]
+    trained = adapters_of(policy.lm)
+    for layer in range(2):
+        name = f"model.layers.{layer}.mlp.experts"
+        experts = SimpleNamespace(local_num_experts=4, global_num_experts=4, ep_rank=0)
+        LoRAModelManager._convert_3d_to_2d_moe_lora(manager, read, experts, name)
+        gate, down, up = (b @ a for a, b in zip(read.loras[name].lora_a, read.loras[name].lora_b))
+        for own_name, found in {"gate_up_proj": torch.cat([gate, up], dim=1), "down_proj": down}.items():
+            adapter = trained[f"{name}.{own_name}"]
+            want = adapter.b.full_tensor() @ adapter.a.full_tensor()
+            assert want.abs().max() > 0.01 and torch.allclose(found, want, atol=1e-6)
+            assert helper.vllm_lora_scaling_factor == adapter.scale

@@ -1,5 +1,6 @@
 """Router replay of the engine's choice: what the engines tell, on its way to the log-probs of the trainer."""
 
+import json
 
 import numpy as np
 import pytest
@@ -16,6 +17,8 @@ from common.prompts import Prompt
 from common.rollout import Layout, Response, Sample, to_minibatches
 from common.rollouts.gather import gather_rollout
 from envs.runtime.conversation import ChatTemplate, Conversation
+from tests.conftest import launch
+from tests.engine.engine_models import make_model
 from tests.engine.in_flight_runs import NoText
 from tests.generate import generate
 from tests.model.test_policy import save_model
@@ -72,6 +75,19 @@ def test_what_the_hf_engine_tells_is_replayed(family, world, tmp_path):
     assert torch.equal(whole.routing, torch.cat(told))
     whole.routing[whole.routing >= 0] = 5 - whole.routing[whole.routing >= 0]
     assert (policy.score(whole, 1.0) - whole.rollout_logp)[whole.mask].abs().max() > 0.01
+
+
+@pytest.mark.parametrize("kind", ["vllm", pytest.param("hf", marks=pytest.mark.sweep)])
+def test_routers_in_float32_on_both_sides(kind, tmp_path):
+    """--policy.router-float32: weights and hidden states of the engine are bfloat16, its logits are not rounded to it
+    (to 4e-3). Trainer and engine then differ as little as ever."""
+    model = make_model("qwen3_moe", False, tmp_path)
+    launch("tests/engine/router_worker.py", model, kind, tmp_path / "found.json", warm=True)
+    found = json.loads((tmp_path / "found.json").read_text())
+    print(f"\nmean difference of probabilities, by where routers are float32: {found['differences']}")
+    assert found["dtypes"] == ["torch.bfloat16 torch.bfloat16 torch.float32"]
+    assert 0 < found["error"] < 1e-5
+    assert 0 < found["differences"]["both"] < 1.5e-4
 
 
 def test_what_vllm_tells():

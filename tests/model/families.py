@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from common.batch import Batch
 from common.engine.base import SamplingConfig
+from common.forward.adapted import are_experts
 from common.model.loading import ALL_TRAINED, Weights, load_policy
 from common.model.lora import LoRAConfig
 from common.model.policy import ModelConfig, Policy, saved_buffers
@@ -81,6 +82,8 @@ class Found:
     adapted_logp: float = math.nan
     """With LoRA's adapters, which change nothing before the first step; `num_adapters` of them have a gradient."""
     num_adapters: int = 0
+    adapts_experts: bool = True
+    """Those of experts, if there are experts, are among them."""
     bfloat16: float = math.nan
     """The mean difference of a log-prob in bfloat16."""
     experts: str = "-"
@@ -177,9 +180,13 @@ def measure(family: str, folder: Path, world: World, engines: tuple[str, ...] = 
         logp, gradient = packed(load(share_prompt=True, gradient_checkpointing=True), batch, upstream)
         found.shared_logp, found.shared_gradient = largest(logp, want_logp), relative(gradient, want)
     found.checkpointed_gradient = relative(packed(load(gradient_checkpointing=True), batch, upstream)[1], want)
-    logp, gradient = packed(load(weights=Weights(lora=LoRAConfig(rank=4))), batch, upstream)
+    targets = ("all-linear", "experts") if any(map(are_experts, oracle.modules())) else ("all-linear",)
+    adapters = LoRAConfig(rank=4, targets=targets)
+    logp, gradient = packed(load(weights=Weights(lora=adapters)), batch, upstream)
     found.adapted_logp = largest(logp, want_logp)
-    found.num_adapters = sum(bool(x.any()) for name, x in gradient.items() if name.endswith("lora_B"))
+    changing = [name for name, x in gradient.items() if name.endswith("lora_B") and x.any()]
+    found.num_adapters = len(changing)
+    found.adapts_experts = any("experts" in name for name in changing) or "experts" not in targets
     found.bfloat16 = float((load("bfloat16").score(batch, 1.0) - want_logp)[batch.mask].abs().mean())
     if any(parameter.ndim == 3 and "expert" in name for name, parameter in oracle.named_parameters()):
         found.experts = "yes" if "ep_dispatch_experts" in getattr(oracle, "ep_plan", {}).values() else "no"

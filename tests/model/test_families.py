@@ -21,7 +21,7 @@ def test_a_family_is_exact(family, world, tmp_path):
         assert logp < LOGP and gradient < GRADIENT
     assert found.engines["hf"] < (STATE_ENGINE if family in WITH_STATE else LOGP)
     assert found.bfloat16 < 0.05
-    assert found.num_adapters >= 8
+    assert found.num_adapters >= 8 and found.adapts_experts
 
 
 @pytest.mark.parametrize("flags", [{"share_prompt": True}, {"sequence_parallel": 2}])

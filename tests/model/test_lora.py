@@ -260,7 +260,7 @@ def test_a_checkpoint_without_adapters_has_none_to_export(tiny_llama, world, wat
 
 # --------------------------------------------------------------------------- targets and mistakes
 
-def test_routers_and_experts_have_no_adapters(world, tmp_path):
+def test_routers_and_experts_have_no_adapters_by_default(world, tmp_path):
     folder = save_model(MOE, tmp_path)
     policy = load_policy(folder, FLOAT32, world, Weights(lora=RANK4))
     layers = {name.rpartition(".")[2] for name, module in policy.lm.named_modules() if isinstance(module, LoRALinear)}
@@ -269,10 +269,10 @@ def test_routers_and_experts_have_no_adapters(world, tmp_path):
     assert sorted(names) == sorted(name for name, _ in load_policy(folder, FLOAT32, world).full_tensors(None))
 
 
-@pytest.mark.parametrize("target", ["embed_tokens", "lm_head", "experts", "gate", "down_proj", "norm"])
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head", "gate", "down_proj", "norm"])
 def test_wrong_targets_are_refused(target, world, tmp_path):
-    rule = (f"--lora.targets {target} must be a linear layer of attention or of an MLP, here one of k_proj o_proj "
-            "q_proj v_proj: an embedding .* the experts of a mixture are one tensor")
+    rule = (f"--lora.targets {target} must be a linear layer of attention or of an MLP, here one of all-linear experts k_proj "
+            "o_proj q_proj v_proj: an embedding .* and `experts` are all of a mixture")
     adapters = LoRAConfig(rank=2, targets=("q_proj", target))
     with pytest.raises(ValueError, match=rule):
         load_policy(save_model(MOE, tmp_path), FLOAT32, world, Weights(lora=adapters))

@@ -93,6 +93,8 @@ def gradient(policy: Policy, world: ranks.World, hf_config, step: Step, order: l
     skipped = torch.zeros(1 + int(response_of[-1]), dtype=torch.float64)                                    # [S]
     skipped.index_add_(0, response_of[left_out], num_sampled[left_out])
     weigh(microbatches, aggregation, step.norm_length, skipped)
+    if policy.mixture.coef:
+        policy.count_choices(microbatches)
     for microbatch in microbatches:
         logp, entropy = policy(microbatch, step.temperature)
         loss, _ = grpo.clipped_loss(logp, microbatch.old_logp, microbatch.advantage, clips)

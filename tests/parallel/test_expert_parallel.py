@@ -18,15 +18,17 @@ from common.parallel.ranks import num_shards
 from common.run import RunArgs
 from tests.conftest import launch
 from tests.parallel import DIVIDES_EXPERTS
-from tests.parallel.expert_worker import OPTIM, Case, in_float64, run
+from tests.parallel.expert_worker import OPTIM, SAVED, Case, in_float64, run
 from tests.parallel.test_sequence_parallel import MODELS, make_step, relative_error
 
 pytestmark = pytest.mark.skipif(not DIVIDES_EXPERTS, reason="transformers is below 5.19")
 EIGHT = copy.deepcopy(MODELS["mixture"])
 EIGHT.num_experts = 8
 RANKS = 4
+ADAPTED = [Case(2, lora=True), Case(1, lora=True), Case(4, model="eight", lora=True, recompute=True)]
+BALANCED = [Case(1, aux=30.0), Case(2, 2, 2, recompute=True, share_prompt=True, aux=30.0), Case(2, lora=True, aux=30.0)]
 CASES = [Case(2), Case(4, model="eight"), Case(2, 4, 2, recompute=True, share_prompt=True),
-         Case(4, model="eight", undivided=True)]
+         Case(4, model="eight", undivided=True), *ADAPTED, *BALANCED]
 TOLERANCE = 1e-12
 
 
@@ -44,10 +46,12 @@ def models(folder) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def expected(models, world) -> dict[str, dict]:
+def expected(models, world) -> dict[Case, dict]:
     """Of one rank."""
     with in_float64():
-        return {name: run(Case(1, model=name), path, make_step(), world) for name, path in models.items()}
+        whole = {case._replace(expert_parallel=1, sequence_parallel=1, replicas=1, recompute=False, share_prompt=False,
+                               undivided=False) for case in CASES}
+        return {case: run(case, models[case.model], make_step(), world) for case in whole}
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +65,9 @@ def found(models, folder) -> list[dict]:
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_is_that_of_one_rank(case, found, expected):
     """Gradient, its norm over both meshes, weights after a clipped step (what the engine is sent) and moments."""
-    want = expected[case.model]
+    want = expected[Case(1, model=case.model, lora=case.lora, aux=case.aux)]
     assert want["norm"] > 2 * OPTIM.max_grad_norm
+    assert case.lora == all("lora" in name for name in want["trained"])
     for ours in (of_rank[case] for of_rank in found):
         for whole in (ours["loaded"], ours["by_block"]):
             assert whole.keys() == want["loaded"].keys()
@@ -79,12 +84,16 @@ def test_a_step_is_that_of_one_rank(case, found, expected):
 
 
 def test_ranks_have_whole_experts_or_a_part_of_their_rows(found):
+    name = "model.layers.0.mlp.experts.gate_up_proj"
     for case, shape in ((Case(4, model="eight"), (2, 16, 24)), (Case(2), (3, 8, 24))):
-        assert found[0][case]["local"]["model.layers.0.mlp.experts.gate_up_proj"] == shape
+        assert found[0][case]["local"][name] == shape
+    for case, shape in ((ADAPTED[0], (3, 2, 24)), (ADAPTED[2], (2, 4, 24))):
+        assert found[0][case]["local"][f"{name}_lora_A"] == shape
 
 
-def test_a_checkpoint_fits_models_whose_experts_are_divided_or_not(found):
-    for ours in (of_rank[Case(2)] for of_rank in found):
+@pytest.mark.parametrize("case", SAVED)
+def test_a_checkpoint_fits_models_whose_experts_are_divided_or_not(case, found):
+    for ours in (of_rank[case] for of_rank in found):
         assert len(ours["restored"]) == 2
         for restored in ours["restored"]:
             assert restored.keys() == ours["state"].keys()

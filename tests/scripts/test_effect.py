@@ -23,7 +23,8 @@ clip-low clip-high clip-dual norm-by-std kl-loss-coef kl-reward-coef entropy-coe
 on-few-groups overlong-buffer mask-truncated baseline gamma lam critic-model critic-warmup-steps value-clip
 advantage advantage-per-step advantage-per-role reward-coef loss teacher divergence
 top-k beta label-smoothing centre-coef answer-key refresh-reference-every eval-n eval-prompts
-policy.compute-dtype policy.replicas policy.sequence-parallel policy.expert-parallel policy.trust-remote-code
+policy.compute-dtype policy.replicas policy.sequence-parallel policy.expert-parallel policy.router-float32
+policy.trust-remote-code
 lora.rank optim.kind optim.lr optim.schedule optim.warmup-steps optim.betas optim.weight-decay optim.max-grad-norm
 optim.max-skipped-steps save.every save.keep save.async save.hf save.dtype save.resume save.allow-changes
 save.timeout-s log.to log.rollouts-every
