@@ -100,8 +100,6 @@ class Run(Training):
 
     def _resume(self) -> None:
         """Continue from a checkpoint. A run that starts is validated."""
-        for model in self.models.values():
-            model.prompts = self.train_set if self.train_set.has_images else None
         # a stop signal may save while the engine is awake, and what is offloaded has no room beside it
         for optimizer in self.optimizers.values():
             optimizer.register_state_dict_pre_hook(

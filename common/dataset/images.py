@@ -100,14 +100,27 @@ def check_sequence(tokens: Sequence[int], files: Sequence[bytes], model: str) ->
     if not files:
         return
     check_size(files)
+    num_shown = count_shown(tokens, model)
+    if num_shown != len(files):
+        raise ValueError(f"the model wrote its own token of an image ({num_shown} places, {len(files)} images): an "
+                         f"episode with images cannot go on after it")
+
+
+def count_shown(tokens: Sequence[int], model: str) -> int:
+    """The number of images in tokens as the model sees them: of placeholders that follow each other."""
     placeholder, *_ = frame_of(model)
-    num_runs = 0                                                        # of placeholders that follow each other
+    num_runs = 0
     for before, token in pairwise([None, *tokens]):
         if token == placeholder and before != placeholder:
             num_runs += 1
-    if num_runs != len(files):
-        raise ValueError(f"the model wrote its own token of an image ({num_runs} places, {len(files)} images): an "
-                         f"episode with images cannot go on after it")
+    return num_runs
+
+
+@cache
+def tokens_of_pictures(model: str) -> frozenset[int]:
+    """The special tokens of which a picture consists in the model's text: its placeholder, and those around it."""
+    processor, _ = load_processor(model)
+    return frozenset(show(blank(), model)) & {*special_tokens(processor.tokenizer).tokens.values()}
 
 
 @cache
@@ -135,27 +148,41 @@ def load_processor(model: str) -> tuple[ProcessorMixin, str]:
     return AutoProcessor.from_pretrained(model), FAMILIES[family]
 
 
+def with_markers(texts: Sequence[str], num_images: int, tokenizer: Any, is_plain: bool, what: str) -> list[str]:
+    """The texts of `what` (a prompt, a conversation), with the model's own text of an image in place of each `<image>`,
+    if there are images. `texts`: as the chat template rendered them, or plain. Raises ValueError for another number of
+    `<image>`, and for the model's own token of an image in a text."""
+    special = special_tokens(tokenizer)
+    place = "<image>" if is_plain else special.guarded("<image>")       # which is a special token of some tokenizers
+    whole = "".join(texts)
+    if not num_images and not (place in whole and family_of(tokenizer.name_or_path) in FAMILIES):
+        return [*texts]
+    processor, marker = load_processor(tokenizer.name_or_path)
+    num_places = whole.count(place)
+    if num_places != num_images:
+        raise ValueError(f"the {what} has {num_places} <image> and images has {num_images}")
+    if processor.image_token in whole.replace(GUARD, ""):
+        raise ValueError(f"the {what} has {processor.image_token}, the model's own token of an image: write <image>")
+    return [text.replace(place, marker) for text in texts]
+
+
+def expand_files(tokens: Sequence[int], files: Sequence[Any], model: str) -> tuple[list[int], list[bytes]]:
+    """`expand`, with files as a row gives them: {bytes, path} or paths; and what is in them. Raises ValueError for what
+    cannot be read."""
+    try:
+        found = [read(file) for file in files]
+        return expand(tokens, found, model), found
+    except (OSError, ValueError, KeyError, TypeError, SyntaxError, struct.error, Image.DecompressionBombError) as error:
+        raise ValueError(f"images cannot be read ({type(error).__name__}: {error})") from None
+
+
 def encode_prompt(text: str, files: list[Any], tokenizer: Any, is_plain: bool) -> dict[str, list]:
     """`tokens` of a prompt as the model sees them; with images also `images` as bytes. `text`: as the chat template
     rendered it, or plain; `files`: {bytes, path} or paths. Raises ValueError for unreadable images, or if the text has
     another number of `<image>`."""
-    special = special_tokens(tokenizer)
-    place = "<image>" if is_plain else special.guarded("<image>")       # which is a special token of some tokenizers
-    has_images = bool(files) or (place in text and family_of(tokenizer.name_or_path) in FAMILIES)
-    if has_images:
-        processor, marker = load_processor(tokenizer.name_or_path)
-        if text.count(place) != len(files):
-            raise ValueError(f"the prompt has {text.count(place)} <image> and images has {len(files)}")
-        if processor.image_token in text.replace(GUARD, ""):
-            raise ValueError(f"the prompt has {processor.image_token}, the model's own token of an image: write "
-                             f"<image>")
-        text = text.replace(place, marker)
-    tokens = encode_plain(text, tokenizer) if is_plain else special.encode(text)
-    if not has_images:
+    (text,) = with_markers([text], len(files), tokenizer, is_plain, "prompt")
+    tokens = encode_plain(text, tokenizer) if is_plain else special_tokens(tokenizer).encode(text)
+    if not files:
         return {"tokens": tokens}
-    try:
-        files = [read(file) for file in files]
-        tokens = expand(tokens, files, tokenizer.name_or_path)
-    except (OSError, ValueError, KeyError, TypeError, SyntaxError, struct.error, Image.DecompressionBombError) as error:
-        raise ValueError(f"images cannot be read ({type(error).__name__}: {error})") from None
-    return {"tokens": tokens, "images": files}
+    tokens, images = expand_files(tokens, files, tokenizer.name_or_path)
+    return {"tokens": tokens, "images": images}

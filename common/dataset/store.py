@@ -75,6 +75,11 @@ class PromptSet(Sequence):
             prompt.images = Images(images, self.tokenizer.name_or_path)
         return prompt
 
+    def images_of_all(self, sets: Sequence[Any]) -> "PromptSet | None":
+        """What holds the images that a run's models see, of these sets; None: they see none. An engine alone sees those
+        of validation."""
+        return self if self.has_images else None
+
     def images_of(self, number: int, row: int) -> list[bytes]:
         """The images of a sequence with this number in the step, in their order. `row`: of the prompt whose images come
         first; below 0: there are none."""
@@ -283,7 +288,7 @@ def store_file(stream: pa.RecordBatchStreamWriter, file: str, form: RowFormat, l
         data_hash.update(repr(new).encode())
         kept += new
         for one in new:
-            num_bytes += sum(map(len, one.get("images", ())))
+            num_bytes += sum(map(len, one.get("images") or ()))
         if len(kept) >= BATCH_ROWS or num_bytes > BATCH_BYTES:
             stream.write_batch(pa.RecordBatch.from_pylist(kept, form.schema))
             kept = []
@@ -292,7 +297,7 @@ def store_file(stream: pa.RecordBatchStreamWriter, file: str, form: RowFormat, l
 
 
 def columns_of(found: dict[str, Any], form: RowFormat) -> dict[str, Any]:
-    """A row of a file under our names. Raises ValueError for pictures where none can be."""
+    """A row of a file under our names. Raises ValueError for videos."""
     row = {}
     if form.all_columns:
         row = dict(found)
@@ -306,7 +311,6 @@ def columns_of(found: dict[str, Any], form: RowFormat) -> dict[str, Any]:
     for name, value in row.items():
         if name not in PICTURES:
             row[name] = as_written(value, name)
-    if row.get("videos") or (row["images"] and "images" not in form.schema.names):
-        raise ValueError("images or videos is not empty; nothing here reads videos, and images do not go with sft.py "
-                         "and dpo.py")
+    if row.get("videos"):
+        raise ValueError("videos is not empty; nothing here reads videos")
     return row

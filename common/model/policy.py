@@ -25,7 +25,7 @@ class PackedModel(nn.Module):
         super().__init__()
         self.share_prompt = False
         self.sequence_group: ProcessGroup | None = None  # the ranks that run a micro-batch together
-        self.prompts: Any = None  # those of the training data, if they have images
+        self.prompts: Any = None  # what holds the images of the data, if there are some
         self.routers: list[Router] = []  # whose choice is recorded and replayed
         self.folder = ""  # or hub name, from which its weights were read
         self.version = 0  # grows with every change of the weights, so the engine knows when its own are stale
@@ -189,7 +189,8 @@ class Critic(PackedModel):
     def __init__(self, backbone: nn.Module):
         super().__init__()
         self.backbone = backbone
-        self.head = nn.Linear(backbone.config.hidden_size, 1, bias=False, device=backbone.device, dtype=torch.float32)
+        hidden_size = backbone.config.get_text_config().hidden_size
+        self.head = nn.Linear(hidden_size, 1, bias=False, device=backbone.device, dtype=torch.float32)
 
     def forward(self, batch: Batch) -> Tensor:
         """Values [T], float32, of the state in which each token was sampled; 0 where `batch.mask` is False."""
