@@ -3,6 +3,7 @@ models, one conversation at a time in float64; whole runs on one and two ranks; 
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pyarrow as pa
@@ -10,18 +11,20 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 import dpo
 import rm
 import sft
 from common.dataset.conversations import ConversationConfig, ConversationSet, RowParser, load_conversations
+from common.dataset.images import load_processor
 from common.dataset.shown import Encoded, JudgedImages, cut
 from common.model.loading import Weights, load_policy, read_config, read_critic
 from common.model.policy import ModelConfig
 from common.model.reward_model import RewardModel, RewardModelConfig
 from common.model.scorer import load_scorer
 from common.segments import segment_sum
+from envs.pictures import decode
 from tests.conftest import launch_all
 from tests.scripts.test_supervised import check_exact_resume, check_same_training, metrics_of
 from tests.vision.alone import classifier, is_answer, language_model, logps, reward, seen, states_values
@@ -443,3 +446,67 @@ def test_the_critic_of_ppo_sees_the_pictures(jobs, runs, tmp_path):
         assert response["value"] == pytest.approx(values.tolist(), abs=TOLERANCE)
         assert response["score"] == pytest.approx(float(score), abs=TOLERANCE)
     assert first["critic/values/max"] - first["critic/values/min"] > 1
+
+
+# --------------------------------------------------------------------------- against TRL
+
+def test_losses_and_gradients_are_those_of_trl(qwen, world, tmp_path):
+    """TRL's SFTTrainer and DPOTrainer, which put the pictures first, on a batch that they have padded; with a reference
+    that is not the policy. The template has nothing after an answer's end, which TRL would train on."""
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+    model = shutil.copytree(qwen, tmp_path / "model")
+    template = model / "chat_template.jinja"
+    template.write_text(template.read_text().replace("<|im_end|>\n", "<|im_end|>"))
+    processor, _ = load_processor(str(model))
+    pairs = [row | {"prompt": say(text)} for row, text in zip(
+        (PAIRS[0], PAIRS[3], PAIRS[2]), ("<image>What?", "<image>Now?", "<image><image>both"))]
+    policy, frozen = (load_policy(str(model), FLOAT32, world, Weights(frozen=is_frozen)) for is_frozen in (False, True))
+    theirs, reference = (AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32) for _ in range(2))
+    with torch.no_grad():
+        for weight in reference.parameters():
+            weight.mul_(0.97)
+        for weight in frozen.parameters():
+            weight.to_local().mul_(0.97)
+    flags = {"output_dir": tmp_path, "per_device_train_batch_size": 3, "report_to": [], "use_cpu": True, "bf16": False,
+             "max_length": None, "gradient_checkpointing": False}
+
+    def batch_of(trainer: type, config: object, **columns: str) -> tuple[object, dict]:
+        rows = []
+        for row in pairs:
+            rows.append({ours: row[name] for ours, name in columns.items()} | {
+                "prompt": say(row["prompt"][0]["content"].replace("<image>", "")),
+                "images": decode(bytes_of(row["images"]))})
+        more = {"ref_model": reference} if trainer is DPOTrainer else {}
+        made = trainer(theirs, args=config, train_dataset=Dataset.from_list(rows), processing_class=processor, **more)
+        return made, next(iter(made.get_train_dataloader()))
+
+    sft_rows = [{"prompt": row["prompt"], "response": row["chosen"][0]["content"], "images": row["images"]}
+                for row in pairs]
+    trainer, batch = batch_of(SFTTrainer, SFTConfig(**flags, completion_only_loss=True), completion="chosen")
+    expected = trainer.compute_loss(trainer.model, batch)
+    expected.backward()
+    want = gradients(theirs)
+    data = load_sft(str(model), sft_rows, tmp_path)
+    policy.prompts = data.images_of_all([data])
+    batch, = data.minibatch(range(3), policy.lm.config, world, 10_000)
+    loss = -policy(batch, 1.0)[0].sum() / batch.mask.sum()
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert_close(gradients(policy.lm), want)
+
+    config = DPOConfig(**flags, beta=0.3)
+    trainer, batch = batch_of(DPOTrainer, config, chosen="chosen", rejected="rejected")
+    expected = trainer.compute_loss(trainer.model, batch)
+    expected.backward()
+    want = gradients(theirs)
+    data = load_pairs(str(model), pairs, tmp_path)
+    policy.prompts = frozen.prompts = data.images_of_all([data])
+    batch, = data.minibatch(range(3), policy.lm.config, world, 10_000)
+    logp = segment_sum(policy(batch, 1.0)[0], batch.cu_seqlens)[batch.index.argsort()]
+    ref_logp = segment_sum(frozen.score(batch, 1.0), batch.cu_seqlens)[batch.index.argsort()]
+    loss = dpo.dpo_loss(logp - ref_logp, 0.3, 0.0).mean()
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert_close(gradients(policy.lm), want)
