@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from common.dataset.store import load_prompts
+from common.dataset.videos import check_engine
 from common.engine.base import Engine, EngineSetup, validation_sampling
 from common.engine.make import check_rollout, make_engine, stop_tokens
 from common.flags.correction import CorrectionConfig
@@ -58,6 +59,7 @@ class Run(Training):
                                                  self.correction.covers_cut_sampling, args.policy.router_replay)
         all_columns = bool(args.rollout.episode)
         self.load_data(lambda files: load_prompts(files, self.tokenizer, args.data, all_columns), self.prompts_per_step)
+        check_engine(args.rollout.engine, self.train_set, self.val_set)
         sources = {*self.train_set.loaded.data_sources, *(self.val_set.loaded.data_sources if self.val_set else ())}
         self.scoring = Scoring(
             self.tokenizer, args.reward, args.reward_model, sources, args.rollout.episode, self.world.samples

@@ -19,6 +19,7 @@ from common.dataset.loaded import Loaded
 from common.dataset.pairs import images_of_pair
 from common.dataset.shown import Encoded, RowImages, cut, with_images
 from common.dataset.store import RowFormat, load_rows, render, template_arguments
+from common.dataset.videos import is_given, is_video
 from common.flags import rules
 from common.flags.data import ConversationConfig
 from common.model.flops import context_length, sequence_cost
@@ -154,8 +155,10 @@ def load_conversations(files: Sequence[str], tokenizer, stops: list[int], config
         all_tokens: list[int] = []
         longest = 0
         for pieces, shown in zip(parsed, files, strict=True):
-            pieces = marked(pieces, len(shown), tokenizer, is_plain=template is None)
-            one = Encoded(*encode(pieces, tokenizer, template, stops, config.max_length))
+            pieces, shown = marked(pieces, shown, tokenizer, is_plain=template is None)
+            # what has a video is not cut
+            limit = sys.maxsize if any(map(is_given, shown)) else config.max_length
+            one = Encoded(*encode(pieces, tokenizer, template, stops, limit))
             if shown:
                 one = with_images(one, shown, model)
             if parser.padding is not None:
@@ -185,9 +188,12 @@ def load_conversations(files: Sequence[str], tokenizer, stops: list[int], config
 
 
 def truncated(encoded: list[Encoded], length: int, model: str) -> list[Encoded] | None:
-    """A row's conversations, cut to this length. None: nothing is left of an answer, or of what two differ in."""
+    """A row's conversations, cut to this length. None: nothing is left of an answer, or of what two differ in, or there
+    are videos."""
     found: list[Encoded] = []
     for one in encoded:
+        if any(map(is_video, one.images)):
+            return None
         found.append(cut(one, length, model))
         if not any(found[-1].mask):
             return None
@@ -204,11 +210,11 @@ def without_padding(encoded: Encoded, padding: int) -> Encoded:
     return Encoded([*tokens[:end], tokens[-1]], [*mask[:end], mask[-1]], images)
 
 
-def marked(pieces: list[Piece], num_images: int, tokenizer, is_plain: bool) -> list[Piece]:
-    """The pieces, with the model's own text of an image in place of each `<image>`, if there are images. Raises
-    ValueError for another number of them."""
-    texts = with_markers([text for text, _ in pieces], num_images, tokenizer, is_plain, "conversation")
-    return [(text, is_answer) for text, (_, is_answer) in zip(texts, pieces)]
+def marked(pieces: list[Piece], files: list[Any], tokenizer, is_plain: bool) -> tuple[list[Piece], list[Any]]:
+    """The pieces, with the model's own text in place of each `<image>` and `<video>`, and the files in the order of the
+    text. Raises ValueError for another number of either."""
+    texts, files = with_markers([text for text, _ in pieces], files, tokenizer, is_plain, "conversation")
+    return [(text, is_answer) for text, (_, is_answer) in zip(texts, pieces)], files
 
 
 def beginning(pieces: list[Piece], limit: int, tokenizer, end: int) -> list[Piece]:

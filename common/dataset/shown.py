@@ -13,8 +13,10 @@ from common.dataset.images import (
     frame_of,
     inputs_of,
     load_processor,
+    places_of,
     tokens_of_pictures,
 )
+from common.dataset.videos import is_given
 from envs.pictures import blank
 from envs.runtime.template import special_tokens
 
@@ -31,16 +33,18 @@ def with_images(encoded: Encoded, files: Sequence[Any], model: str) -> Encoded:
     """A conversation with one placeholder an image, and with the files of its images as a row gives them -> as the
     model sees it. No token of a picture is trained on, in an answer either: a model that samples sees pictures, and
     writes none. A text that was cut has the first of the images. Raises ValueError for what cannot be read."""
-    placeholder, *_ = frame_of(model)
-    files = files[: encoded.tokens.count(placeholder)]
+    if not any(map(is_given, files)):
+        placeholder, *_ = frame_of(model)
+        files = files[: encoded.tokens.count(placeholder)]
     if not files:
         return encoded
     tokens, images = expand_files(encoded.tokens, files, model)
+    places = places_of(encoded.tokens, images, model)
     of_pictures = tokens_of_pictures(model)
     mask: list[bool] = []
     left = iter(images)
-    for token, is_trained in zip(encoded.tokens, encoded.mask):
-        if token == placeholder:
+    for place, (token, is_trained) in enumerate(zip(encoded.tokens, encoded.mask)):
+        if place in places:
             shown, _ = inputs_of(next(left), model)
             mask += [False] * len(shown)
         else:
