@@ -81,9 +81,9 @@ from common.dataset.conversations import (
     RowParser,
     check_length,
     load_conversations,
-    parse_pair,
     pieces_of,
 )
+from common.dataset.pairs import parse_pair
 from common.engine.make import stop_tokens
 from common.metrics import preference_metrics
 from common.model.lora import Reference

@@ -69,6 +69,7 @@ from torch.distributed.elastic.multiprocessing import errors
 
 from common.checkpoint.run_folder import open_run_folder
 from common.dataset.store import load_prompts
+from common.dataset.videos import check_engine
 from common.engine.base import EngineSetup, validation_sampling
 from common.engine.make import check_rollout, make_engine, stop_tokens
 from common.flags.effect import check_effect
@@ -127,6 +128,7 @@ def main(args: Args) -> None:
     if args.reward_model.path:
         check_reward_model(args.reward_model, args.policy, longest)
     data = load_prompts(args.val_data, tokenizer, args.data, all_columns=bool(args.rollout.episode))
+    check_engine(args.rollout.engine, data)
     print_on_main(world, f"val    {data.loaded.summary()}")
     data.loaded.write_skipped(folder / "skipped_val.jsonl")
     rows = spread_rows(len(data), args.eval_prompts)

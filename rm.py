@@ -85,8 +85,8 @@ from common.dataset.conversations import (
     RowParser,
     check_length,
     load_conversations,
-    parse_pair,
 )
+from common.dataset.pairs import parse_pair
 from common.engine.make import stop_tokens
 from common.metrics import preference_metrics
 from common.model.scorer import Scorer, load_scorer

@@ -55,11 +55,10 @@ from common.dataset.conversations import (
     Piece,
     RowParser,
     check_length,
-    check_turns,
     load_conversations,
     pieces_of,
 )
-from common.dataset.messages import parse_messages
+from common.dataset.messages import check_turns, parse_messages
 from common.engine.make import stop_tokens
 from common.metrics import Meter
 from common.model.policy import Policy

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from common.dataset.store import load_prompts
+from common.dataset.videos import check_engine
 from common.engine.base import Engine, EngineSetup, validation_sampling
 from common.engine.make import check_rollout, make_engine, stop_tokens
 from common.flags.correction import CorrectionConfig
@@ -59,6 +60,7 @@ class Run(Training):
                                                  self.correction.covers_cut_sampling, args.policy.router_replay)
         all_columns = bool(args.rollout.episode)
         self.load_data(lambda files: load_prompts(files, self.tokenizer, args.data, all_columns), self.prompts_per_step)
+        check_engine(args.rollout.engine, self.train_set, self.val_set)
         sources = {*self.train_set.loaded.data_sources, *(self.val_set.loaded.data_sources if self.val_set else ())}
         self.scoring = Scoring(
             self.tokenizer, args.reward, args.reward_model, sources, args.rollout.episode, self.world.samples
@@ -107,8 +109,6 @@ class Run(Training):
 
     def _resume(self) -> None:
         """Continue from a checkpoint. A run that starts is validated."""
-        for model in self.models.values():
-            model.prompts = self.train_set if self.train_set.has_images else None
         # a stop signal may save while the engine is awake, and what is offloaded has no room beside it
         for optimizer in self.optimizers.values():
             optimizer.register_state_dict_pre_hook(

@@ -62,6 +62,7 @@ class Training(Models):
     tokenizer: Annotated[Any, BEGIN]
     train_set: Annotated[Any, LOAD_DATA]  # what the script's `load` returned
     val_set: Annotated[Any, LOAD_DATA]  # None without --val-data
+    images: Annotated[Any, LOAD_DATA]  # whose `images_of` gives those of a sequence; None: there are none
     sampler: Annotated[PromptSampler, LOAD_DATA]
     total_steps: Annotated[int, LOAD_DATA]
     plan: Annotated[MemoryPlan, START]
@@ -133,8 +134,11 @@ class Training(Models):
             epochs_in_steps = int(args.total_epochs * len(self.train_set) / rows_per_step)
             self.total_steps = max(epochs_in_steps, 1)
         self.val_set = None
+        sets = [self.train_set]
         if args.val_data:
             self.val_set = load(args.val_data)
+            sets.append(self.val_set)
+        self.images = self.train_set.images_of_all(sets)
         self.sampler = PromptSampler(len(self.train_set), self.train_set.loaded.data_hash, args.seed)
         for name, rows in {"train": self.train_set, "val": self.val_set}.items():
             if rows is not None and self.world.trains:
@@ -181,6 +185,8 @@ class Training(Models):
         template_file = flags_of(args).get("--data.chat-template-file", "")
         self.hf_files = hf_files(args.model, self.policy.lm.config, self.tokenizer, dtype, template_file)
         self.has_resumed = True
+        for model in self.models.values():
+            model.prompts = self.images
         parts = {}
         for name, optimizer in self.optimizers.items():
             parts[name] = (self.models[name], optimizer)

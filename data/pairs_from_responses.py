@@ -3,8 +3,9 @@
 
 Reads what evaluate.py wrote with --eval-n above 1 (the folder of --responses) and the prompts that it was given
 (--data). Writes train.parquet for dpo.py and rm.py: `prompt`, `chosen` and `rejected`, two responses to the same prompt
-of which the chosen one has the higher score, at most --max-pairs of a prompt. A response is used again only where a
-prompt has too few others. With --num-test, all pairs of that many prompts are in test.parquet instead.
+of which the chosen one has the higher score, at most --max-pairs of a prompt; and `images`, where prompts have some. A
+response is used again only where a prompt has too few others. With --num-test, all pairs of that many prompts are in
+test.parquet instead.
 """
 
 import argparse
@@ -36,17 +37,24 @@ def question_of(row: dict) -> str:
 
 
 def details_of(row: dict) -> str:
-    """What evaluate.py tells prompts apart by whose `question_of` is the same: without images, their extra_info."""
+    """What evaluate.py tells prompts apart by whose `question_of` is the same: their images and extra_info."""
+    images = [hashlib.sha256(content_of(file)).hexdigest() for file in row.get("images") or ()]
     extra = row.get("extra_info") or {}
     extra = {name: value for name, value in extra.items() if name not in PLACES and value is not None}
-    return hashlib.sha256(json.dumps([[], extra], default=str, sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps([images, extra], default=str, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def read_prompts(files: Iterable[Path]) -> tuple[dict[str, list], set[str]]:
-    """The messages of each prompt, by question and details, and by the question alone where no two prompts share it;
-    and the questions that several share. Leaves out prompts with images, and prints how many: dpo.py and rm.py read
-    none. ValueError for what is no parquet file, or has not verl's columns."""
-    prompts, details, with_images = {}, defaultdict(set), 0
+def content_of(file: dict | str) -> bytes:
+    """The content of an image's file, which is {bytes, path} or a path."""
+    given = file if isinstance(file, dict) else {"path": file}
+    return given.get("bytes") or Path(given["path"]).read_bytes()
+
+
+def read_prompts(files: Iterable[Path]) -> tuple[dict[str, dict], set[str]]:
+    """Each prompt, by question and details, and by the question alone where no two prompts share it; and the questions
+    that several share. A prompt is its columns for dpo.py and rm.py. ValueError for what is no parquet file, or has not
+    verl's columns."""
+    prompts, details = {}, defaultdict(set)
     for file in files:
         try:
             names = [name for name in OF_DATA if name in pq.read_schema(file).names]
@@ -57,14 +65,10 @@ def read_prompts(files: Iterable[Path]) -> tuple[dict[str, list], set[str]]:
             raise ValueError(f"--data {file} has no column {missing[0]}; it must be a file of evaluate.py's --val-data "
                              f"in verl's columns")
         for row in rows:
-            if row.get("images"):
-                with_images += 1
-                continue
             question, of_row = question_of(row), details_of(row)
-            prompts[question + of_row] = row["prompt"]
+            columns = ("prompt", "images") if row.get("images") else ("prompt",)
+            prompts[question + of_row] = {name: row[name] for name in columns}
             details[question].add(of_row)
-    if with_images:
-        print(f"data: {with_images} prompts with images left out: dpo.py and rm.py read none")
     shared = {question for question, found in details.items() if len(found) > 1}
     alone = {question: prompts[question + min(found)] for question, found in details.items() if len(found) == 1}
     return prompts | alone, shared
@@ -108,7 +112,7 @@ def pairs_of(scores: dict[str, float], max_pairs: int, rng: random.Random) -> li
     return found
 
 
-def make_rows(responses: Iterable[dict], prompts: dict[str, list], max_pairs: int, seed: int) -> Iterator[list[dict]]:
+def make_rows(responses: Iterable[dict], prompts: dict[str, dict], max_pairs: int, seed: int) -> Iterator[list[dict]]:
     """The rows of each prompt that has pairs, and prints what gave none. `prompts`: see `read_prompts`.
     A text that two responses share counts once; where its scores differ (a judge), their mean counts."""
     scores: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -132,7 +136,7 @@ def make_rows(responses: Iterable[dict], prompts: dict[str, list], max_pairs: in
         without += not pairs
         num_pairs += len(pairs)
         if pairs:
-            yield [{"prompt": prompts[question], "chosen": a, "rejected": b} for a, b in pairs]
+            yield [{**prompts[question], "chosen": a, "rejected": b} for a, b in pairs]
     print(f"data: {counts.pop('responses', 0)} responses to {len(scores)} prompts gave {num_pairs} pairs; {without} "
           f"prompts have no two different responses with different scores")
     for what, count in counts.items():
@@ -160,8 +164,13 @@ def main() -> None:
                          f"responses have different scores")
     random.Random(args.seed).shuffle(groups)
     for split, part in (("test", groups[: args.num_test]), ("train", groups[args.num_test :])):
-        if part:
-            write([row for rows in part for row in rows], args.out / f"{split}.parquet")
+        rows = [row for rows in part for row in rows]
+        schema = None
+        if any("images" in row for row in rows):                        # else the first rows would decide the columns
+            rows = [row | {"images": row.get("images")} for row in rows]
+            schema = pa.Table.from_pylist(rows).schema
+        if rows:
+            write(rows, args.out / f"{split}.parquet", schema=schema)
         else:
             tell_if_left(args.out / f"{split}.parquet")
 

@@ -89,8 +89,10 @@ def read(file: Any) -> bytes:
 
 def flatten_contents(row: dict[str, Any]) -> dict[str, Any]:
     """The row, with text as the content of all messages: a list of parts becomes its texts, with `<image>` at each
-    image's place. Images in such lists become the row's `images`. Raises ValueError for other parts."""
+    image's place and `<video>` at each video's. What is in such lists becomes the row's `images` and `videos`. Raises
+    ValueError for other parts."""
     inside = []
+    videos = []
     for message in chain(*(value for value in row.values() if isinstance(value, list))):
         if isinstance(message, dict) and isinstance(message.get("content"), list):
             texts = []
@@ -101,13 +103,21 @@ def flatten_contents(row: dict[str, Any]) -> dict[str, Any]:
                     case {"type": "image"}:
                         texts.append("<image>")
                         inside.append(part.get("image"))
+                    case {"type": "video"}:
+                        texts.append("<video>")
+                        videos.append({"video": part.get("video"), "fps": part.get("fps")})
                     case _:
-                        raise ValueError(f"a message's content has {part!r:.80}; a part must be a text or an image")
+                        raise ValueError(f"a message's content has {part!r:.80}; a part must be a text or an image or "
+                                         f"a video")
             message["content"] = "".join(texts)
     images = inside if any(inside) else row.get("images") or inside
     if not isinstance(images, list):
         raise ValueError(f"images is {images!r:.80}; must be a list of {{bytes, path}} or of paths")
-    return row | {"images": images}
+    if not any(video["video"] for video in videos):
+        videos = row.get("videos") or videos
+    if not isinstance(videos, list):
+        raise ValueError(f"videos is {videos!r:.80}; must be a list")
+    return row | {"images": images, "videos": videos}
 
 
 def content_of(parts: Any) -> Content:

@@ -4,8 +4,8 @@ transformers 5."""
 # TRL's script, trainer or configuration -> ours
 KINDS = {
     "grpo": "grpo", "grpo_vlm": "grpo", "gspo": "grpo", "gspo_vlm": "grpo", "rloo": "rloo", "rloo_vlm": "rloo",
-    "sft": "sft", "dpo": "dpo", "reward": "rm", "reward_modeling": "rm", "distillation": "distill", "gkd": "distill",
-    "online_dpo": "online_dpo", "ppo": "ppo", "ppo_tldr": "ppo",
+    "sft": "sft", "sft_vlm": "sft", "dpo": "dpo", "dpo_vlm": "dpo", "reward": "rm", "reward_modeling": "rm",
+    "distillation": "distill", "gkd": "distill", "online_dpo": "online_dpo", "ppo": "ppo", "ppo_tldr": "ppo",
     "GRPOConfig": "grpo", "RLOOConfig": "rloo", "SFTConfig": "sft", "DPOConfig": "dpo", "RewardConfig": "rm",
     "DistillationConfig": "distill", "GKDConfig": "distill", "OnlineDPOConfig": "online_dpo", "PPOConfig": "ppo",
 }
@@ -17,7 +17,7 @@ NO_SCRIPT = {  # TRL's script or configuration -> what is nearest to it here
     **dict.fromkeys(("prm", "PRMConfig"), "rm.py trains a reward model of whole answers"),
     **dict.fromkeys(("sdft", "sdpo", "ssd", "gold", "GOLDConfig"),
                     "distill.py distils from a teacher with the same tokens"),
-    **dict.fromkeys(("mpo_vlm", "dpo_vlm", "sft_vlm"), "sft.py and dpo.py read no images"),
+    "mpo_vlm": "dpo.py trains on preference pairs with images with --loss dpo or ipo",
     **dict.fromkeys(("async_grpo", "AsyncGRPOConfig"),
                     "async_grpo.py trains so, with samplers on ranks of the same job: docs/asynchronous.md"),
 }

@@ -187,7 +187,7 @@ WITHOUT = {  # patterns of keys -> why there is no equivalent
     "*.model.use_shm": "a model is read from the disk",
     "*.model.custom_chat_template": "verl takes the template's text, --data.chat-template-file names a file",
     "data.image*": "images are read from the column images",
-    "data.video*": "no model here reads videos",
+    "data.video*": "videos are read from the column videos, as lists of frames",
     "data.audio*": "no model here hears",
     "*mm_processor*": "an image's size is in the model's own preprocessor_config.json",
     "data.custom_cls.*": "rows have verl's columns; other data is written into that form first, as in data/",

@@ -14,10 +14,12 @@ import torch
 from transformers import PretrainedConfig
 
 from common.batch import Batch
-from common.dataset.images import embedding_size
+from common.dataset.images import embedding_size, with_markers
 from common.dataset.loaded import Loaded
-from common.dataset.messages import parse_messages
+from common.dataset.pairs import images_of_pair
+from common.dataset.shown import Encoded, RowImages, cut, with_images
 from common.dataset.store import RowFormat, load_rows, render, template_arguments
+from common.dataset.videos import is_given, is_video
 from common.flags import rules
 from common.flags.data import ConversationConfig
 from common.model.flops import context_length, sequence_cost
@@ -30,10 +32,11 @@ from envs.runtime.template import check_tokens, encode_plain, end_of, special_to
 
 Piece = tuple[str, bool]
 """Text, and whether it is an answer that is trained on."""
-Encoded = tuple[list[int], list[bool]]
-"""The tokens of a conversation, and its mask."""
-SCHEMA = pa.schema({"tokens": pa.list_(pa.int32()), "mask": pa.list_(pa.bool_()), "margin": pa.float64()})
-"""Of a sequence. `margin`: of its row, where the row has one (rm.py)."""
+SCHEMA = pa.schema({"tokens": pa.list_(pa.int32()), "mask": pa.list_(pa.bool_()), "margin": pa.float64(),
+                    "images": pa.list_(pa.binary()), "images_before": pa.int8()})
+"""Of a sequence. `margin`: of its row, where the row has one (rm.py). `images`: its files, if the sequence before it in
+its row has others. `images_before`: how many sequences before it those are that hold its files; null: there are none.
+"""
 
 
 def check_supervised(args: Any) -> None:
@@ -53,14 +56,23 @@ def check_length(args: Any) -> None:
 class ConversationSet:
     """Rows of `per_row` sequences each. Sequence i of row r has the number r * per_row + i."""
 
-    def __init__(self, table: pa.Table, loaded: Loaded, per_row: int):
+    def __init__(self, table: pa.Table, loaded: Loaded, per_row: int, model: str = ""):
+        """`model`: the folder or hub name whose processor reads images."""
         self.loaded = loaded
         self.per_row = per_row
-        self.tokens, self.mask, self.margin = table.columns                                     # by number
+        self.model = model
+        self.tokens, self.mask, self.margin, self.images, self.images_before = table.columns    # by number
+        self.has_images = self.images.null_count < len(self.images)
+        self.first = 0
+        """The number of its first sequence among those of all sets of the run."""
         self.lengths = pc.list_value_length(self.tokens).to_numpy().astype(np.int64)
 
     def __len__(self) -> int:
-        return len(self.lengths) // self.per_row
+        return self.num_sequences // self.per_row
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.lengths)
 
     def sequences(self, rows: Sequence[int]) -> np.ndarray:
         """The numbers of the sequences of these rows: [len(rows) * per_row]."""
@@ -84,11 +96,26 @@ class ConversationSet:
             prompts.append(tokens[:1])
             responses.append(tokens[1:])
             masks.append(mask[1:])
-        batch = Batch.build(prompts, responses, index=mine, masks=masks).to(world.device)
+        batch = Batch.build(prompts, responses, index=mine, masks=masks)
+        if self.has_images:
+            batch.row = torch.tensor([self.holder_of_images(number) for number in numbers[mine]], dtype=torch.int64)
+        batch = batch.to(world.device)
         microbatches = []
         for shares in plan.minibatches[0]:
             microbatches.append(batch.microbatch(shares[world.rank]))
         return Minibatch(microbatches, torch.zeros(len(numbers), dtype=torch.float64))
+
+    def images_of_all(self, sets: Sequence[Any]) -> RowImages | None:
+        """What holds the images that a run's models see, of these sets; None: they see none."""
+        images = RowImages(sets, self.model)
+        return images if images.has_images else None
+
+    def holder_of_images(self, number: int) -> int:
+        """The number, among all sets of the run, of the sequence that holds the images of this one; -1: it has none."""
+        num_before = self.images_before[number].as_py()
+        if num_before is None:
+            return -1
+        return self.first + int(number) - num_before
 
 
 @dataclass
@@ -108,10 +135,14 @@ def load_conversations(files: Sequence[str], tokenizer, stops: list[int], config
     """Read and tokenise `files` (parquet or JSON lines; files, folders, globs). `stops`: ids that end an answer. Raises
     ValueError as `load_prompts` does."""
     template = template_arguments(tokenizer, config)
-    embedded = embedding_size(tokenizer.name_or_path)
+    model = tokenizer.name_or_path
+    embedded = embedding_size(model)
 
     def encode_row(row: dict[str, Any], loaded: Loaded) -> list[dict[str, Any]]:
         parsed = parser.parse(row, tokenizer, template)
+        files = [row["images"]]
+        if parser.per_row == 2:
+            files = images_of_pair(row)
         # in plain texts the end token of an answer is not the row's own
         end = tokenizer.eos_token or ""
         texts = []
@@ -123,36 +154,48 @@ def load_conversations(files: Sequence[str], tokenizer, stops: list[int], config
         encoded: list[Encoded] = []
         all_tokens: list[int] = []
         longest = 0
-        for pieces in parsed:
-            tokens, mask = encode(pieces, tokenizer, template, stops, config.max_length)
+        for pieces, shown in zip(parsed, files, strict=True):
+            pieces, shown = marked(pieces, shown, tokenizer, is_plain=template is None)
+            # what has a video is not cut
+            limit = sys.maxsize if any(map(is_given, shown)) else config.max_length
+            one = Encoded(*encode(pieces, tokenizer, template, stops, limit))
+            if shown:
+                one = with_images(one, shown, model)
             if parser.padding is not None:
-                tokens, mask = without_padding(tokens, mask, parser.padding)
-            encoded.append((tokens, mask))
-            all_tokens += tokens
-            longest = max(longest, len(tokens))
+                one = without_padding(one, parser.padding)
+            encoded.append(one)
+            all_tokens += one.tokens
+            longest = max(longest, len(one.tokens))
         check_tokens(all_tokens, tokenizer, embedded)
         if longest > config.max_length:
-            shortened = truncated(encoded, config.max_length)
+            shortened = truncated(encoded, config.max_length, model)
             if config.on_long_row == "filter" or shortened is None:
                 loaded.num_filtered += 1
                 return []
             encoded = shortened
             loaded.num_truncated += 1
-        rows = []
-        for tokens, mask in encoded:
+        rows: list[dict[str, Any]] = []
+        for n, (tokens, mask, images) in enumerate(encoded):
             rows.append({"tokens": tokens, "mask": mask, "margin": row.get("margin")})
+            if images and n and images == encoded[0].images:
+                rows[n]["images_before"] = n
+            elif images:
+                rows[n] |= {"images": images, "images_before": 0}
         return rows
 
     form = RowFormat(config, ("--data.max-length", config.max_length), SCHEMA, parser.columns, encode_row)
-    return ConversationSet(*load_rows(files, form), parser.per_row)
+    return ConversationSet(*load_rows(files, form), parser.per_row, model)
 
 
-def truncated(encoded: list[Encoded], length: int) -> list[Encoded] | None:
-    """A row's conversations, cut to this length. None: nothing is left of an answer, or of what two differ in."""
+def truncated(encoded: list[Encoded], length: int, model: str) -> list[Encoded] | None:
+    """A row's conversations, cut to this length. None: nothing is left of an answer, or of what two differ in, or there
+    are videos."""
     found: list[Encoded] = []
-    for tokens, mask in encoded:
-        found.append((tokens[:length], mask[:length]))
-        if not any(mask[:length]):
+    for one in encoded:
+        if any(map(is_video, one.images)):
+            return None
+        found.append(cut(one, length, model))
+        if not any(found[-1].mask):
             return None
     are_same = found[1:] == found[:1]
     if are_same:
@@ -160,10 +203,18 @@ def truncated(encoded: list[Encoded], length: int) -> list[Encoded] | None:
     return found
 
 
-def without_padding(tokens: list[int], mask: list[bool], padding: int) -> Encoded:
+def without_padding(encoded: Encoded, padding: int) -> Encoded:
     """The same without padding before the last token."""
+    tokens, mask, images = encoded
     end = end_of(tokens[:-1], padding)
-    return [*tokens[:end], tokens[-1]], [*mask[:end], mask[-1]]
+    return Encoded([*tokens[:end], tokens[-1]], [*mask[:end], mask[-1]], images)
+
+
+def marked(pieces: list[Piece], files: list[Any], tokenizer, is_plain: bool) -> tuple[list[Piece], list[Any]]:
+    """The pieces, with the model's own text in place of each `<image>` and `<video>`, and the files in the order of the
+    text. Raises ValueError for another number of either."""
+    texts, files = with_markers([text for text, _ in pieces], files, tokenizer, is_plain, "conversation")
+    return [(text, is_answer) for text, (_, is_answer) in zip(texts, pieces)], files
 
 
 def beginning(pieces: list[Piece], limit: int, tokenizer, end: int) -> list[Piece]:
@@ -182,7 +233,7 @@ def beginning(pieces: list[Piece], limit: int, tokenizer, end: int) -> list[Piec
 
 
 def encode(pieces: list[Piece], tokenizer, template: dict[str, Any] | None, stops: list[int],
-           limit: int = sys.maxsize) -> Encoded:
+           limit: int = sys.maxsize) -> tuple[list[int], list[bool]]:
     """Encodes each piece separately, by `encode_after`. The mask includes an answer's end token, not the template's
     text after it. Of more than `limit` tokens, some at the end may be left out."""
     tokens: list[int] = []
@@ -218,32 +269,6 @@ def encode_after(tokens: list[int], text: str, tokenizer) -> list[int]:
     if both[: len(first)] != first:
         return encode_text(text)
     return both[len(first) :]
-
-
-def check_turns(prompt: list[dict[str, Any]], answer: list[dict[str, Any]]) -> None:
-    """Raise ValueError for a prompt that ends with the beginning of an answer: it would be a turn of its own."""
-    if prompt and prompt[-1]["role"] == "assistant" and answer[: len(prompt)] != prompt:
-        raise ValueError("the prompt ends with a message of the assistant, and the answer would be a turn after it: "
-                         "write both as one message")
-
-
-def parse_pair(row: dict[str, Any]) -> list[list[dict[str, Any]]]:
-    """The chosen and the rejected conversation of a preference row, each with the messages of its `prompt`. Raises
-    ValueError for a bad row."""
-    prompt: list[dict[str, Any]] = []
-    if row.get("prompt") is not None:
-        prompt = parse_messages(row["prompt"], "prompt")
-    chosen = parse_messages(row.get("chosen"), "chosen", "assistant")
-    rejected = parse_messages(row.get("rejected"), "rejected", "assistant")
-    check_turns(prompt, chosen)
-    check_turns(prompt, rejected)
-    conversations = []
-    for messages in (chosen, rejected):
-        if messages[: len(prompt)] == prompt:
-            conversations.append(messages)
-        else:
-            conversations.append([*prompt, *messages])
-    return conversations
 
 
 def pieces_of(messages: list[dict[str, str]], num_given: int, tokenizer,

@@ -1,5 +1,6 @@
 """The images of prompts: verl's `images` column and `<image>` placeholders, or content lists; the model's processor."""
 
+import re
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ from transformers import AutoConfig, AutoProcessor, PretrainedConfig, ProcessorM
 from transformers.processing_utils import MODALITY_TO_AUTOPROCESSOR_MAPPING
 from transformers.utils import CONFIG_NAME, cached_file, is_torchvision_available
 
-from common.forward.vision import FAMILIES
+from common.dataset.videos import is_given, is_video, pictures_of, video_inputs, video_of
+from common.forward.vision import FAMILIES, VIDEO_FAMILIES
 from envs.pictures import blank, check_size, decode, read
 from envs.runtime.template import GUARD, encode_plain, special_tokens
 
@@ -30,7 +32,7 @@ class Images:
     model: str  # the folder or hub name that the processor comes from
 
     def pixels(self) -> dict[str, Tensor]:
-        """The model's inputs besides tokens."""
+        """The model's inputs besides tokens, as its `forward` names them."""
         parts: dict[str, list[Tensor]] = {}
         for file in self.files:
             _, inputs = inputs_of(file, self.model)
@@ -39,7 +41,10 @@ class Images:
         return {name: torch.cat(of_files) for name, of_files in parts.items()}
 
     def engine_tokens(self, tokens: Sequence[int]) -> list[int]:
-        """Tokens as the model sees them -> with one placeholder an image. Placeholders after the images stay."""
+        """Tokens as the model sees them -> with one placeholder an image. Placeholders after the images stay. With
+        videos, which vLLM is not given, they are as they are."""
+        if any(map(is_video, self.files)):
+            return [*tokens]
         placeholder, num_before, num_after = frame_of(self.model)
         found: list[int] = []
         at = 0
@@ -51,9 +56,21 @@ class Images:
         return [*found, *tokens[at:]]
 
 
-@lru_cache(64)  # 5 MB for an image of 1,000 patches
 def inputs_of(file: bytes, model: str) -> tuple[list[int], dict[str, Tensor]]:
-    """The tokens that the model sees for an image, and its other inputs."""
+    """The tokens that the model sees for an image or a video, and its other inputs."""
+    if is_video(file):
+        return of_video(file, model)
+    return of_image(file, model)
+
+
+@lru_cache(4)  # each as many images as it has frames
+def of_video(file: bytes, model: str) -> tuple[list[int], dict[str, Tensor]]:
+    processor, _ = load_processor(model)
+    return video_inputs(file, family_of(model), model, processor)
+
+
+@lru_cache(64)  # 5 MB for an image of 1,000 patches
+def of_image(file: bytes, model: str) -> tuple[list[int], dict[str, Tensor]]:
     processor, _ = load_processor(model)
     made = processor(text=[processor.image_token], images=decode([file]), add_special_tokens=False,
                      return_tensors="pt")
@@ -73,19 +90,28 @@ def frame_of(model: str) -> tuple[int, int, int]:
 def expand(tokens: Sequence[int], files: Sequence[bytes], model: str) -> list[int]:
     """Tokens with one placeholder an image -> as the model sees them. Raises ValueError for another number of
     placeholders, and for images that have too many pixels in all, before it decodes one."""
-    placeholder, *_ = frame_of(model)
-    if tokens.count(placeholder) != len(files):
-        raise ValueError(f"{tokens.count(placeholder)} places of images in the text, and {len(files)} images")
-    check_size(files)
+    places = places_of(tokens, files, model)
+    if len(places) != len(files):
+        raise ValueError(f"{len(places)} places of images in the text, and {len(files)} images")
+    check_size(pictures_of(files))
     left = iter(files)
     expanded: list[int] = []
-    for token in tokens:
-        if token == placeholder:
+    for place, token in enumerate(tokens):
+        if place in places:
             of_image, _ = inputs_of(next(left), model)
             expanded += of_image
         else:
             expanded.append(token)
     return expanded
+
+
+def places_of(tokens: Sequence[int], files: Sequence[bytes], model: str) -> list[int]:
+    """Where the tokens have a placeholder of an image, or of a video if there are some."""
+    processor, _ = load_processor(model)
+    shown = {frame_of(model)[0]}
+    if any(map(is_video, files)):
+        shown.add(processor.tokenizer.convert_tokens_to_ids(processor.video_token))
+    return [place for place, token in enumerate(tokens) if token in shown]
 
 
 def show(file: bytes, model: str) -> list[int]:
@@ -100,14 +126,27 @@ def check_sequence(tokens: Sequence[int], files: Sequence[bytes], model: str) ->
     if not files:
         return
     check_size(files)
+    num_shown = count_shown(tokens, model)
+    if num_shown != len(files):
+        raise ValueError(f"the model wrote its own token of an image ({num_shown} places, {len(files)} images): an "
+                         f"episode with images cannot go on after it")
+
+
+def count_shown(tokens: Sequence[int], model: str) -> int:
+    """The number of images in tokens as the model sees them: of placeholders that follow each other."""
     placeholder, *_ = frame_of(model)
-    num_runs = 0                                                        # of placeholders that follow each other
+    num_runs = 0
     for before, token in pairwise([None, *tokens]):
         if token == placeholder and before != placeholder:
             num_runs += 1
-    if num_runs != len(files):
-        raise ValueError(f"the model wrote its own token of an image ({num_runs} places, {len(files)} images): an "
-                         f"episode with images cannot go on after it")
+    return num_runs
+
+
+@cache
+def tokens_of_pictures(model: str) -> frozenset[int]:
+    """The special tokens of which a picture consists in the model's text: its placeholder, and those around it."""
+    processor, _ = load_processor(model)
+    return frozenset(show(blank(), model)) & {*special_tokens(processor.tokenizer).tokens.values()}
 
 
 @cache
@@ -135,27 +174,63 @@ def load_processor(model: str) -> tuple[ProcessorMixin, str]:
     return AutoProcessor.from_pretrained(model), FAMILIES[family]
 
 
-def encode_prompt(text: str, files: list[Any], tokenizer: Any, is_plain: bool) -> dict[str, list]:
-    """`tokens` of a prompt as the model sees them; with images also `images` as bytes. `text`: as the chat template
-    rendered it, or plain; `files`: {bytes, path} or paths. Raises ValueError for unreadable images, or if the text has
-    another number of `<image>`."""
+def with_markers(texts: Sequence[str], files: Sequence[Any], tokenizer: Any, is_plain: bool,
+                 what: str) -> tuple[list[str], list[Any]]:
+    """The texts of `what` (a prompt, a conversation), with the model's own text in place of each `<image>` and
+    `<video>`, if there are some; and the files in the order of the texts. `texts`: as the chat template rendered them,
+    or plain; `files`: images, then videos (`is_given`). Raises ValueError for another number of either, and for the
+    model's own token of one in a text."""
     special = special_tokens(tokenizer)
-    place = "<image>" if is_plain else special.guarded("<image>")       # which is a special token of some tokenizers
-    has_images = bool(files) or (place in text and family_of(tokenizer.name_or_path) in FAMILIES)
-    if has_images:
-        processor, marker = load_processor(tokenizer.name_or_path)
-        if text.count(place) != len(files):
-            raise ValueError(f"the prompt has {text.count(place)} <image> and images has {len(files)}")
-        if processor.image_token in text.replace(GUARD, ""):
-            raise ValueError(f"the prompt has {processor.image_token}, the model's own token of an image: write "
-                             f"<image>")
-        text = text.replace(place, marker)
-    tokens = encode_plain(text, tokenizer) if is_plain else special.encode(text)
-    if not has_images:
-        return {"tokens": tokens}
+    family = family_of(tokenizer.name_or_path)
+    whole = "".join(texts)
+    of_kind = {"image": [file for file in files if not is_given(file)], "video": [*filter(is_given, files)]}
+    has_videos = family in VIDEO_FAMILIES or bool(of_kind["video"])
+    kinds = ("image", "video") if has_videos else ("image",)
+    places = {}                                                         # some are special tokens of some tokenizers
+    for kind in kinds:
+        places[kind] = f"<{kind}>" if is_plain else special.guarded(f"<{kind}>")
+    if not files and not (family in FAMILIES and any(place in whole for place in places.values())):
+        return [*texts], []
+    if of_kind["video"] and family not in VIDEO_FAMILIES:
+        raise ValueError(f"there are videos, and {tokenizer.name_or_path} is a {family} model; "
+                         f"{', '.join(VIDEO_FAMILIES)} read videos")
+    processor, marker = load_processor(tokenizer.name_or_path)
+    own_tokens = {kind: vars(processor)[f"{kind}_token"] for kind in kinds}
+    for kind, place in places.items():
+        if whole.count(place) != len(of_kind[kind]):
+            raise ValueError(f"the {what} has {whole.count(place)} <{kind}> and {kind}s has {len(of_kind[kind])}")
+        if own_tokens[kind] in whole.replace(GUARD, ""):
+            one = {"image": "an image", "video": "a video"}[kind]
+            raise ValueError(f"the {what} has {own_tokens[kind]}, the model's own token of {one}: write <{kind}>")
+    kind_at = {place: kind for kind, place in places.items()}
+    pattern = re.compile("|".join(map(re.escape, kind_at)))
+    left = {kind: iter(of_kind[kind]) for kind in kinds}
+    in_order = [next(left[kind_at[place]]) for place in pattern.findall(whole)]
+    found = []
+    for text in texts:
+        for kind, place in places.items():
+            text = text.replace(place, marker.replace(processor.image_token, own_tokens[kind]))
+        found.append(text)
+    return found, in_order
+
+
+def expand_files(tokens: Sequence[int], files: Sequence[Any], model: str) -> tuple[list[int], list[bytes]]:
+    """`expand`, with files as a row gives them: {bytes, path} or paths, or videos; and what is in them. Raises
+    ValueError for what cannot be read."""
     try:
-        files = [read(file) for file in files]
-        tokens = expand(tokens, files, tokenizer.name_or_path)
+        found = [video_of(file) if is_given(file) else read(file) for file in files]
+        return expand(tokens, found, model), found
     except (OSError, ValueError, KeyError, TypeError, SyntaxError, struct.error, Image.DecompressionBombError) as error:
         raise ValueError(f"images cannot be read ({type(error).__name__}: {error})") from None
-    return {"tokens": tokens, "images": files}
+
+
+def encode_prompt(text: str, files: list[Any], tokenizer: Any, is_plain: bool) -> dict[str, list]:
+    """`tokens` of a prompt as the model sees them; with images also `images` as bytes. `text`: as the chat template
+    rendered it, or plain; `files`: {bytes, path} or paths, then videos. Raises ValueError for unreadable ones, or if
+    the text has another number of `<image>` or `<video>`."""
+    (text,), files = with_markers([text], files, tokenizer, is_plain, "prompt")
+    tokens = encode_plain(text, tokenizer) if is_plain else special_tokens(tokenizer).encode(text)
+    if not files:
+        return {"tokens": tokens}
+    tokens, images = expand_files(tokens, files, tokenizer.name_or_path)
+    return {"tokens": tokens, "images": images}

@@ -22,6 +22,7 @@ class Loaded:
     num_special: int = 0  # with a text that spells special tokens
     special: set[str] = field(default_factory=set)  # these tokens
     about_special: str = ""  # what the summary says of them
+    num_videos: int = 0  # of these prompts
     num_without_truth: int = 0  # of these prompts; their ground truth is an empty text
     lengths: str = ""  # of these prompts, in tokens
     data_hash: str = ""  # of all that is in these prompts, in their order

@@ -95,6 +95,13 @@ def parse_messages(prompt: Any, column: str, role: str = "user") -> list[dict[st
     return found
 
 
+def check_turns(prompt: list[dict[str, Any]], answer: list[dict[str, Any]]) -> None:
+    """Raise ValueError for a prompt that ends with the beginning of an answer: it would be a turn of its own."""
+    if prompt and prompt[-1]["role"] == "assistant" and answer[: len(prompt)] != prompt:
+        raise ValueError("the prompt ends with a message of the assistant, and the answer would be a turn after it: "
+                         "write both as one message")
+
+
 def given_keys(message: dict[str, Any]) -> dict[str, Any]:
     """The message as templates need it: they ask whether a key is there, and a key without a value is not."""
     found = {}

@@ -28,6 +28,7 @@ from common.dataset.images import Images, embedding_size, encode_prompt, family_
 from common.dataset.loaded import Loaded
 from common.dataset.messages import as_text, as_written, parse_row
 from common.dataset.rows import BATCH_BYTES, BATCH_ROWS, read_rows, row_of
+from common.dataset.videos import is_given
 from common.flags.data import DataConfig, TemplateConfig, find_files
 from common.flags.rules import check_at_least
 from common.forward.vision import FAMILIES
@@ -74,6 +75,11 @@ class PromptSet(Sequence):
         if images:
             prompt.images = Images(images, self.tokenizer.name_or_path)
         return prompt
+
+    def images_of_all(self, sets: Sequence[Any]) -> "PromptSet | None":
+        """What holds the images that a run's models see, of these sets; None: they see none. An engine alone sees those
+        of validation."""
+        return self if self.has_images else None
 
     def images_of(self, number: int, row: int) -> list[bytes]:
         """The images of a sequence with this number in the step, in their order. `row`: of the prompt whose images come
@@ -170,6 +176,9 @@ def load_prompts(files: Sequence[str], tokenizer, config: DataConfig, all_column
         prompt = parse_row(row, config)
         text = render_prompt(prompt.messages, tokenizer, template)
         images = row.pop("images")
+        num_videos = sum(map(is_given, images))
+        if all_columns and num_videos:
+            raise ValueError("videos is not empty, and an episode reads no videos")
         if all_columns and prompt.messages[-1]["role"] == "assistant":
             raise ValueError("the prompt ends with a message of the assistant, which an episode cannot continue")
         loaded.note_special(text, tokenizer, is_plain=template is None)
@@ -191,6 +200,7 @@ def load_prompts(files: Sequence[str], tokenizer, config: DataConfig, all_column
             encoded["tokens"] = tokens[-limit:]
             loaded.num_truncated += 1
         loaded.data_sources.add(prompt.data_source)
+        loaded.num_videos += num_videos
         if prompt.ground_truth == "":
             loaded.num_without_truth += 1
         return [encoded | {"row": json.dumps(row, default=as_text)}]
@@ -283,7 +293,7 @@ def store_file(stream: pa.RecordBatchStreamWriter, file: str, form: RowFormat, l
         data_hash.update(repr(new).encode())
         kept += new
         for one in new:
-            num_bytes += sum(map(len, one.get("images", ())))
+            num_bytes += sum(map(len, one.get("images") or ()))
         if len(kept) >= BATCH_ROWS or num_bytes > BATCH_BYTES:
             stream.write_batch(pa.RecordBatch.from_pylist(kept, form.schema))
             kept = []
@@ -292,7 +302,7 @@ def store_file(stream: pa.RecordBatchStreamWriter, file: str, form: RowFormat, l
 
 
 def columns_of(found: dict[str, Any], form: RowFormat) -> dict[str, Any]:
-    """A row of a file under our names. Raises ValueError for pictures where none can be."""
+    """A row of a file under our names. `images`: its images, and then its videos."""
     row = {}
     if form.all_columns:
         row = dict(found)
@@ -306,7 +316,5 @@ def columns_of(found: dict[str, Any], form: RowFormat) -> dict[str, Any]:
     for name, value in row.items():
         if name not in PICTURES:
             row[name] = as_written(value, name)
-    if row.get("videos") or (row["images"] and "images" not in form.schema.names):
-        raise ValueError("images or videos is not empty; nothing here reads videos, and images do not go with sft.py "
-                         "and dpo.py")
+    row["images"] = [*row["images"], *({"video": video} for video in row.pop("videos"))]
     return row

@@ -115,7 +115,10 @@ class HFEngine(Engine):
         if images:
             pixels = {name: x.to(ids.device) for name, x in images.pixels().items()}
         if "image_grid_thw" in pixels:
-            pixels["mm_token_type_ids"] = (ids == self.model.config.image_token_id).long()
+            pixels["mm_token_type_ids"] = (ids == self.model.config.image_token_id).long()  # 0: text, 1: image
+        if "video_grid_thw" in pixels:
+            kinds = pixels.setdefault("mm_token_type_ids", torch.zeros_like(ids))
+            kinds[ids == self.model.config.video_token_id] = 2
         cache = self.model(ids, use_cache=True, logits_to_keep=1, **pixels).past_key_values
         cache.reorder_cache(ids.new_zeros(ROWS))  # ROWS times its only row; states of linear attention too
         if self.routers:

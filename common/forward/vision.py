@@ -24,6 +24,8 @@ FAMILIES = {
 }
 """The text that represents an image in a prompt, for the families whose language model is causal over images
 too. In Gemma 3, for example, the tokens of an image see each other."""
+VIDEO_FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+"""Those that read videos, too, with the same tower, in which the steps of a video's time do not see each other."""
 WORKERS = ThreadPoolExecutor(4)  # make pixels
 
 
@@ -33,8 +35,16 @@ def auto_class(config: PretrainedConfig) -> type:
     return AutoModelForCausalLM
 
 
+def placeholders(config: PretrainedConfig) -> list[int]:
+    """The tokens that stand for a part of an image, and of a video where the family reads some."""
+    found = [config.image_token_id]
+    if config.model_type in VIDEO_FAMILIES:
+        found.append(config.video_token_id)
+    return found
+
+
 class Image(NamedTuple):
-    """One of the different images of a micro-batch."""
+    """One of the different images or videos of a micro-batch."""
 
     rows: Tensor                                # [n] of the tower's features, those of this image
     inputs: dict[str, Tensor]                   # what the tower gets of it: its pixels, and perhaps their grid
@@ -55,14 +65,14 @@ def hidden_with_images(backbone: PreTrainedModel, row: Row, prompts: Any) -> Ten
     images = {}
     start = 0
     for file, (tokens, inputs) in zip(different, made):
-        stop = start + tokens.count(backbone.config.image_token_id)
+        stop = start + sum(map(tokens.count, placeholders(backbone.config)))
         images[file] = Image(torch.arange(start, stop), inputs)
         start = stop
     positions = []                                                            # of each sequence, [axes, length]
     sources = []
     for sequence_files, tokens in zip(files, batch.tokens.cpu().split(batch.host_lengths)):
         shown = [images[file] for file in sequence_files]
-        source = sources_of(tokens, shown, backbone.config.image_token_id)
+        source = sources_of(tokens, shown, backbone.config)
         sources.append(source)
         positions.append(positions_of(backbone, tokens, source >= 0, shown))
     source = torch.cat(sources).to(device)[row.run]                                             # [t]
@@ -101,7 +111,12 @@ def tower_features(
 ) -> list[Tensor]:
     """The features of all images, one after the other, [rows, H]: those that replace embeddings, then those for
     deeper layers (DeepStack), if the family has them."""
-    inputs = joined([of_image for _, of_image in made])
+    named_alike = []
+    for _, of_image in made:
+        if "video_grid_thw" in of_image:
+            of_image = {"pixel_values": of_image["pixel_values_videos"], "image_grid_thw": of_image["video_grid_thw"]}
+        named_alike.append(of_image)
+    inputs = joined(named_alike)
     features = backbone.get_image_features(**{name: x.to(device) for name, x in inputs.items()})
     layers = [torch.cat(tuple(features.pooler_output))]
     for of_images in features.get("deepstack_features", ()):
@@ -119,10 +134,12 @@ def joined(inputs: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return found
 
 
-def sources_of(tokens: Tensor, images: list[Image], image_token: int) -> Tensor:
+def sources_of(tokens: Tensor, images: list[Image], config: PretrainedConfig) -> Tensor:
     """For each token of a sequence the row of the tower's features that replaces it, -1 for text: [length]."""
     rows = torch.cat([tokens[:0], *(image.rows for image in images)])
-    is_image = tokens == image_token
+    is_image = tokens == config.image_token_id
+    if any("video_grid_thw" in image.inputs for image in images):
+        is_image |= tokens == config.video_token_id
     is_image &= is_image.cumsum(0) <= len(rows)                            # the policy may sample the token too
     source = torch.full_like(tokens, -1)
     source[is_image] = rows
@@ -134,5 +151,9 @@ def positions_of(backbone: PreTrainedModel, tokens: Tensor, is_image: Tensor, im
     rope = backbone.config.get_text_config().rope_parameters or {}
     if "mrope_section" not in rope:
         return torch.arange(len(tokens))[None]
-    inputs = joined([image.inputs for image in images])
-    return backbone.get_rope_index(tokens[None], is_image[None].long(), **inputs)[0][:, 0]
+    videos = [image.inputs for image in images if "video_grid_thw" in image.inputs]
+    inputs = joined([image.inputs for image in images if "video_grid_thw" not in image.inputs]) | joined(videos)
+    kinds = is_image.long()                                                 # 0: text, 1: image, 2: video
+    if videos:
+        kinds += is_image & (tokens == backbone.config.video_token_id)
+    return backbone.get_rope_index(tokens[None], kinds[None], **inputs)[0][:, 0]

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from common.batch import Batch
-from common.forward.vision import FAMILIES, auto_class
+from common.forward.vision import FAMILIES, auto_class, placeholders
 from common.parallel.ranks import all_sum
 
 KNOWN: dict[str, int] = {}
@@ -93,10 +93,12 @@ def _lengths(cu_seqlens: Tensor) -> np.ndarray:
 
 def _tower(batch: Batch, config: PretrainedConfig) -> float:
     """FLOPs of a vision tower's blocks, which see the images of each different prompt once. Qwen2.5-VL's attention
-    within windows of 64 patches is not counted: 1% of the matrices of its layers."""
+    within windows of 64 patches is not counted: 1% of the matrices of its layers. A video of Qwen2.5-VL counts as one
+    image, though its frames do not see each other."""
     rows, first = np.unique(batch.row.cpu().numpy(), return_index=True)
     prompts = batch.select(first[rows != -1])
-    in_image = (prompts.tokens == config.image_token_id) & ~prompts.mask                        # [T]
+    of_pictures = torch.tensor(placeholders(config), device=prompts.tokens.device)
+    in_image = torch.isin(prompts.tokens, of_pictures) & ~prompts.mask                          # [T]
     is_image, num_tokens = in_image.unique_consecutive(return_counts=True)                   # of runs of tokens
     vision = config.vision_config.to_dict()
     merge_size = vision.get("spatial_merge_size") or 1 / config.downsample_ratio

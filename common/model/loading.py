@@ -32,6 +32,7 @@ from common.source.stored import Experts, open_folder, weights_of
 
 CAUSAL_LM = ("ForCausalLM", "LMHeadModel")              # how the names of architectures end
 SCORED = ("ForSequenceClassification",)
+IMAGE_TEXT = "ForConditionalGeneration"                 # of models that read images, where a causal LM is meant
 NO_ADAPTERS = LoRAConfig()
 LIGER_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Families whose kernels tests/model/test_liger.py proves. Experts of mixtures keep transformers' products."""
@@ -56,16 +57,19 @@ def read_config(path: str, config: ModelConfig, flag: str = "--model", heads: tu
         raise ValueError(f"{path}: config.json names transformers_weights {hf_config.transformers_weights}, and only "
                          f"model.safetensors and its index are read: choose another {flag}")
     causal_lm = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(hf_config.model_type)
-    reads_images = hf_config.model_type in FAMILIES and heads == CAUSAL_LM and flag != "--critic-model"
+    reads_images = hf_config.model_type in FAMILIES
+    accepted = heads
+    if reads_images and heads != SCORED:
+        accepted = (*heads, IMAGE_TEXT)
     if config.freeze_vision and flag == "--model" and not reads_images:
         raise ValueError(f"--policy.freeze-vision: {path} reads no images, leave it out")
     if reads_images and config.sequence_parallel > 1:
         raise ValueError(f"{path} reads images: --policy.sequence-parallel {config.sequence_parallel} must be 1")
     if causal_lm is None and not reads_images and not config.trust_remote_code:
         raise ValueError(f"{path} holds a {hf_config.model_type} model, which is no causal LM: choose another {flag}")
-    saved_as = (hf_config.architectures or [causal_lm])[0]
-    if causal_lm is not None and not saved_as.endswith(heads):
-        raise ValueError(f"{path} holds a {saved_as}, must be a *{heads[0]}: choose another {flag}")
+    saved_as = (hf_config.architectures or [causal_lm or IMAGE_TEXT])[0]
+    if (causal_lm is not None or reads_images) and not saved_as.endswith(accepted):
+        raise ValueError(f"{path} holds a {saved_as}, must be a *{accepted[0]}: choose another {flag}")
     if hasattr(hf_config, "quantization_config"):
         raise ValueError(f"{path} is quantized, and what is trained is not: choose the model that it was made from")
     if is_scored(hf_config) and hf_config.num_labels != 1:
@@ -113,9 +117,28 @@ def check_vocabulary(hf_config: PretrainedConfig, ours: PretrainedConfig, flag: 
         )
 
 
+def check_sight(hf_config: PretrainedConfig, ours: PretrainedConfig, flag: str) -> None:
+    """Raise ValueError if the model of `flag` does not see images as the policy does, whose config is `ours`: with the
+    same processor, as the same tokens."""
+    seen = []
+    for config in (hf_config, ours):
+        sizes: dict[str, Any] = {}
+        if config.model_type in FAMILIES:
+            vision = config.vision_config.to_dict()
+            sizes = {name: vision.get(name) for name in ("patch_size", "spatial_merge_size", "image_size")}
+            sizes |= {"model_type": config.model_type, "image_token_id": config.image_token_id}
+        seen.append(sizes)
+    theirs, own = seen
+    if bool(theirs) != bool(own):
+        raise ValueError(f"{flag} must read images if --model does, and else not")
+    if theirs != own:
+        raise ValueError(f"{flag} sees images otherwise than --model ({theirs}, must be {own}): choose another one")
+
+
 def read_critic(path: str, config: ModelConfig, ours: PretrainedConfig) -> PretrainedConfig:
     """The config of --critic-model, for a policy with the config `ours`."""
     hf_config = read_config(path, config, "--critic-model", CAUSAL_LM + SCORED)
+    check_sight(hf_config, ours, f"--critic-model {path}")
     check_vocabulary(hf_config, ours, f"--critic-model {path}")
     return hf_config
 
@@ -125,8 +148,7 @@ def read_teacher(path: str, model: str, config: ModelConfig) -> PretrainedConfig
     hf_config = read_config(path, config, "--teacher")
     ours_config = read_config(model, config)
     check_vocabulary(hf_config, ours_config, f"--teacher {path}")
-    if auto_class(hf_config) is not auto_class(ours_config):
-        raise ValueError(f"--teacher {path} must read images if --model does, and else not")
+    check_sight(hf_config, ours_config, f"--teacher {path}")
     theirs = read_tokenizer(path, config, "--teacher").get_vocab()
     ours = read_tokenizer(model, config).get_vocab()
     differing = sorted(ours.items() ^ theirs.items())
@@ -203,7 +225,8 @@ def load_critic(path: str, config: ModelConfig, world: World, weights: Weights =
     tensors = weights_of(critic.backbone, path, stored) | new_adapters(critic.backbone)
     if is_scored(hf_config) and "score.weight" not in stored:   # classifiers of encoders have other heads
         raise ValueError(f"{path} lacks the head score.weight: choose another model than a {hf_config.model_type}")
-    first_head = stored.get("score.weight", torch.zeros(1, hf_config.hidden_size))
+    hidden_size = hf_config.get_text_config().hidden_size
+    first_head = stored.get("score.weight", torch.zeros(1, hidden_size))
     if first_head.shape != critic.head.weight.shape:
         raise ValueError(
             f"{path}: score.weight is {list(first_head.shape)}, must be "
@@ -212,7 +235,7 @@ def load_critic(path: str, config: ModelConfig, world: World, weights: Weights =
     shard(critic, critic.backbone, config, world, weights.frozen)
     _read_in_turns(path, critic.backbone, tensors, world)
     head = critic.head.weight.detach().to_local()
-    head.copy_(torch.linspace(-1, 1, hf_config.hidden_size))    # with a head of zeros, no value could differ
+    head.copy_(torch.linspace(-1, 1, hidden_size))              # with a head of zeros, no value could differ
     check_packing(critic.score, path, hf_config, config.compute_dtype, world.device)
     head.copy_(first_head[shard_slice(critic.head.weight)])
     return critic

@@ -28,7 +28,7 @@ class PackedModel(nn.Module):
         super().__init__()
         self.share_prompt = False
         self.sequence_group: ProcessGroup | None = None  # the ranks that run a micro-batch together
-        self.prompts: Any = None  # those of the training data, if they have images
+        self.prompts: Any = None  # what holds the images of the data, if there are some
         self.routers: list[Router] = []  # whose choice is recorded and replayed
         self.gathers_in: torch.dtype | None = None  # FSDP2 gathers weights in it; None: ranks do not divide them
         self.num_blocks = 0  # that FSDP2 gathers one by one, and
@@ -101,7 +101,7 @@ class Policy(PackedModel):
     def __init__(self, lm: nn.Module):
         super().__init__()
         self.lm = lm
-        self.reported: dict[str, Tensor] = {}  # of the latest pass with a gradient: what the routers of a mixture say, [T] each
+        self.reported: dict[str, Tensor] = {}  # what a mixture's routers say in the latest pass with a gradient, [T]
         self.keeps_sum_p2 = False  # `score` then also writes `batch.extra["sum_p2"]`; `forward` has a copy of the batch
 
     def forward(self, batch: Batch, temperature: float, *,
@@ -217,7 +217,8 @@ class Critic(PackedModel):
     def __init__(self, backbone: nn.Module):
         super().__init__()
         self.backbone = backbone
-        self.head = nn.Linear(backbone.config.hidden_size, 1, bias=False, device=backbone.device, dtype=torch.float32)
+        hidden_size = backbone.config.get_text_config().hidden_size
+        self.head = nn.Linear(hidden_size, 1, bias=False, device=backbone.device, dtype=torch.float32)
 
     def forward(self, batch: Batch) -> Tensor:
         """Values [T], float32, of the state in which each token was sampled; 0 where `batch.mask` is False."""

@@ -4,10 +4,12 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
+import torch
 from transformers import PretrainedConfig
 
 from common.batch import Batch
 from common.flags.model import ModelConfig, RewardModelConfig
+from common.forward.vision import FAMILIES
 from common.model.flops import check_context, context_length
 from common.model.loading import SCORED, Weights, load_critic, read_config, read_tokenizer
 from common.packing import Sequences, plan_step
@@ -38,18 +40,30 @@ class RewardModel:
         self.longest = context_length(self.model.backbone.config)
         self.unread: dict[int, str] = {}  # the number of a conversation in the last call -> why it has no score
 
-    def score(self, conversations: list[list[dict[str, Any]]]) -> list[float]:
+    @property
+    def reads_images(self) -> bool:
+        return self.model.backbone.config.model_type in FAMILIES
+
+    def score(self, conversations: list[list[dict[str, Any]]], images: Any = None) -> list[float]:
         """One score per conversation, NaN for those in `unread`. All ranks call this together, each with its own
-        conversations (or none)."""
-        rows, self.unread = whole_rows(self.tokenizer, conversations, self.model.backbone.config)
+        conversations (or none). `images`: of a model that reads them, common/dataset/shown.py's JudgedImages."""
+        encode = None
+        if images is not None:
+            conversations = [*map(images.marked, conversations)]
+            encode = images.encode
+        rows, self.unread = whole_rows(self.tokenizer, conversations, self.model.backbone.config, encode)
         for number, row in enumerate(rows):
             if len(row) > self.longest:
                 self.unread[number] = f"it has {len(row)} tokens, and the reward model a context of {self.longest}"
                 rows[number] = [0]
+        unseen = {*self.unread, len(conversations)}                         # they have no image in their row
         rows.append([0])                                                    # a dummy: all ranks run as many groups
         # The critic gives a value to a token from the tokens before it. With one more token, its value is read at the
         # end of the conversation.
         batch = Batch.build(rows, [[0]] * len(rows))
+        self.model.prompts = images
+        if images is not None:
+            batch.row = torch.tensor([-1 if number in unseen else number for number in range(len(rows))])
         lengths = batch.lengths.numpy()
         (minibatch,) = plan_step(Sequences(lengths, lengths), 1, 1, MAX_TOKENS, seed=0).minibatches
         groups = list(chain(*minibatch))                                    # rows that run together

@@ -5,11 +5,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+)
 
 from common.batch import Batch
 from common.flags.model import ModelConfig
-from common.model.loading import load_critic
+from common.forward.vision import FAMILIES
+from common.model.loading import IMAGE_TEXT, SCORED, load_critic
 from common.model.policy import Critic, Policy
 from common.model.sharding import shard_slice
 
@@ -27,9 +31,11 @@ class Scorer(Policy):
 
     def forward(self, batch: Batch) -> Tensor:
         """Rewards [T], 0 where `batch.mask` is False."""
+        self.critic.prompts = self.prompts  # which the run sets for the models that it knows
         return self.critic(batch)
 
     def score(self, batch: Batch) -> Tensor:
+        self.critic.prompts = self.prompts
         return self.critic.score(batch)
 
     def full_tensors(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
@@ -58,6 +64,10 @@ def load_scorer(path: str, config: ModelConfig, *arguments: Any, **options: Any)
     first = torch.randn(head.shape, generator=generator) * (head.shape[1] + 1) ** -0.5
     head.detach().to_local().copy_(first[shard_slice(head)])
     config = critic.backbone.config
-    config.architectures = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[config.model_type]]
+    if config.model_type in FAMILIES:  # transformers has no such class; this is the name by which vLLM would take it
+        of_lm = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[config.model_type]
+        config.architectures = [of_lm.replace(IMAGE_TEXT, *SCORED)]
+    else:
+        config.architectures = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[config.model_type]]
     config.num_labels = 1
     return Scorer(critic)

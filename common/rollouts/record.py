@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from common.batch import Batch
 from common.checkpoint.files import naming
+from common.dataset.videos import pictures_of
 from common.flags.record import LogConfig
 from common.parallel.ranks import all_gather_objects
 from common.rollout import Minibatch, Rollout, Sample
@@ -140,7 +141,7 @@ def row_of(tokenizer: PreTrainedTokenizerBase, sample: Sample, step: int, reward
         "group": sample.group,
         "data_source": prompt.data_source,
         "prompt": tokenizer.decode(shown),
-        "images": images.files if images else None,
+        "images": pictures_of(images.files) if images else None,
         "ground_truth": str(prompt.ground_truth),
         "response": response.text(tokenizer),
         "score": sample.score,

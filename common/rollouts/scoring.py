@@ -4,6 +4,7 @@
 """
 
 import math
+from base64 import b64decode
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from common.dataset.messages import with_response
+from common.dataset.shown import JudgedImages
 from common.dataset.store import PromptSet
 from common.engine.base import Engine, Request
 from common.engine.remote import Bridge, RemoteEngine
@@ -29,6 +31,14 @@ from envs.stored import pack, unpack
 from rewards import lookup
 from rewards.runtime.pool import RewardConfig, RewardPool, Scores, check_error_frac
 from rewards.runtime.replies import MAX_NAMES, MAX_SCORE
+
+
+def images_of_sample(sample: Sample) -> list[bytes]:
+    """The files of the images that a response's conversation shows, in their order."""
+    files: list[bytes] = []
+    if sample.prompt.images and sample.response.prompt is None:
+        files = sample.prompt.images.files
+    return [*files, *map(b64decode, sample.response.images)]
 
 
 class Scoring:
@@ -223,7 +233,10 @@ class PendingRollout:
         for sample in mine:
             messages = sample.response.messages or with_response(sample.prompt.messages, sample.text)
             conversations.append(messages)
-        judged = model.score(conversations)
+        images = None
+        if model.reads_images:
+            images = JudgedImages([*map(images_of_sample, mine)], model.tokenizer)
+        judged = model.score(conversations, images)
         finite = [*filter(math.isfinite, judged)]
         meter.mean("reward/model", torch.tensor(finite, dtype=torch.float64))
         for i, failure in enumerate(scores.failures):

@@ -11,7 +11,7 @@ import itertools
 import json
 import re
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import date, datetime
 from functools import cached_property, lru_cache
 from typing import Any
@@ -219,17 +219,19 @@ def text_of(tokenizer: Any, tokens: Sequence[int], ends: Collection[int] = ()) -
     return tokenizer.decode([token for token in tokens if token not in left_out])
 
 
-def whole_rows(tokenizer: Any, conversations: Sequence[list[dict[str, Any]]],
-               config: Any) -> tuple[list[list[int]], dict[int, str]]:
+def whole_rows(tokenizer: Any, conversations: Sequence[list[dict[str, Any]]], config: Any,
+               encode: Callable[[int, str], list[int]] | None = None) -> tuple[list[list[int]], dict[int, str]]:
     """The tokens of whole conversations up to that at which transformers' *ForSequenceClassification with this config
-    reads a score: the last that is not its padding. And the number of each that cannot be read -> why."""
+    reads a score: the last that is not its padding. And the number of each that cannot be read -> why. `encode`: from
+    the number of a conversation and its text to tokens, for those with images."""
     special = special_tokens(tokenizer)
     config = config.get_text_config()
     rows: list[list[int]] = []
     unread = {}
     for number, messages in enumerate(conversations):
         try:
-            row = special.encode(rendered(tokenizer, messages))
+            text = rendered(tokenizer, messages)
+            row = special.encode(text) if encode is None else encode(number, text)
             check_tokens(row, tokenizer, config.vocab_size)
         except ValueError as error:
             unread[number] = str(error)

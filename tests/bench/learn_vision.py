@@ -1,9 +1,11 @@
 """A tiny vision-language model learns the colour of shapes from random weights, by GRPO alone. Three seeds, 5 minutes.
 
     .venv/bin/python -m tests.bench.learn_vision runs/vision
+    .venv/bin/python -m tests.bench.learn_vision runs/vision_sft sft
 
 Makes the model (Qwen2.5-VL's architecture, a vocabulary of words) and the data of data/shapes.py, trains with grpo.py
-and prints a table: accuracy on held-out pictures, and that of the trained model when it sees grey ones instead.
+and prints a table: accuracy on held-out pictures, and that of the trained model when it sees grey ones instead. With
+`sft` it trains with sft.py on the answers, and the curve is the mean probability of the held-out answers.
 """
 
 import io
@@ -12,6 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 import transformers
@@ -85,6 +88,27 @@ def accuracy(folder: Path, rows: list[dict], grey: bool) -> float:
     return right / len(rows)
 
 
+def main_sft(out: Path, seeds: list[int], steps: int) -> None:
+    model = make_model(out / "model")
+    run("data/shapes.py", "--out", out / "data", "--num-train", 1024, "--num-test", 128)
+    rows = {}
+    for split in ("train", "test"):
+        rows[split] = pq.read_table(out / f"data/{split}.parquet").to_pylist()
+        solved = [{"prompt": row["prompt"], "response": row["reward_model"]["ground_truth"], "images": row["images"]}
+                  for row in rows[split]]
+        pq.write_table(pa.Table.from_pylist(solved), out / f"data/solved_{split}.parquet")
+    print("probability of held-out answers; last: accuracy of the written model by transformers")
+    for seed in seeds:
+        run("sft.py", "--model", model, "--run-dir", out / f"seed{seed}", "--seed", seed,
+            "--train-data", out / "data/solved_train.parquet", "--val-data", out / "data/solved_test.parquet",
+            "--rows-per-step", 32, "--total-steps", steps, "--eval-every", steps // 4, "--policy.compute-dtype",
+            "float32", "--data.template", "plain", "--optim.lr", 1e-3, "--optim.warmup-steps", 5, "--save.every", 0)
+        lines = [json.loads(line) for line in (out / f"seed{seed}/metrics.jsonl").read_text().splitlines()]
+        curve = [f"{line['val-core/probability']:.2f}" for line in lines if "val-core/probability" in line]
+        shown = [f"{accuracy(out / f'seed{seed}/model', rows['test'], grey):.2f}" for grey in (False, True)]
+        print(f"| {seed} | {' | '.join([*curve, *shown])} |", flush=True)
+
+
 def main(out: Path, seeds: list[int], steps: int) -> None:
     model = make_model(out / "model")
     run("data/shapes.py", "--out", out / "data", "--num-train", 1024, "--num-test", 128)
@@ -110,6 +134,7 @@ def main(out: Path, seeds: list[int], steps: int) -> None:
 
 
 if __name__ == "__main__":
-    out, *numbers = sys.argv[1:]
-    steps, *seeds = map(int, numbers or [120])
-    main(Path(out).absolute(), seeds or [1, 2, 3], steps)
+    out, *more = sys.argv[1:]
+    is_sft = more[:1] == ["sft"]
+    steps, *seeds = map(int, more[is_sft:] or [120])
+    (main_sft if is_sft else main)(Path(out).absolute(), seeds or [1, 2, 3], steps)

@@ -151,8 +151,8 @@ def test_content_may_be_a_list_of_texts(tokenizer, tmp_path):
     for name in ("a.parquet", "a.jsonl"):
         whole, same = (load(tmp_path / name, [{"messages": rows}], tokenizer) for rows in (DIALOGUE, parted))
         assert whole.tokens[0] == same.tokens[0] and whole.mask[0] == same.mask[0]
-    image = [{"role": "user", "content": [{"type": "image"}]}, {"role": "assistant", "content": "x"}]
-    with pytest.raises(ValueError, match=r"row 0 .*images do not go with sft.py"):
+    image = [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}, {"role": "assistant", "content": "x"}]
+    with pytest.raises(ValueError, match=r"row 0 .*there are images, and .* is a llama model"):
         load(tmp_path / "a.jsonl", [{"messages": image}], tokenizer)
 
 

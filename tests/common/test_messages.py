@@ -11,8 +11,9 @@ import pytest
 from transformers import AutoTokenizer
 
 import sft
-from common.dataset.conversations import RowParser, load_conversations, parse_pair
+from common.dataset.conversations import RowParser, load_conversations
 from common.dataset.messages import as_text, as_written, parse_messages, with_response
+from common.dataset.pairs import parse_pair
 from common.dataset.store import load_prompts
 from common.prompts import DataConfig
 from envs.endpoint.asked import call_of

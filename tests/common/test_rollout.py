@@ -186,7 +186,8 @@ def test_a_reward_model_scores_while_the_engine_sleeps(world):
     """Its passes have no memory beside the engine: in a validation, which a signal may end, and where a step has more
     than one rollout. Without one the engine stays awake between these."""
     events: list[str] = []
-    model = SimpleNamespace(score=lambda given: events.append("score") or [1.0] * len(given), weight=1.0)
+    model = SimpleNamespace(score=lambda given, _: events.append("score") or [1.0] * len(given), weight=1.0,
+                            reads_images=False)
     run = Run(RunArgs(model="", train_data=(), eval_n=1, log=LogConfig(rollouts_every=0)), 2, CorrectionConfig())
     run.engine, run.policy, run.val_set, run.train_set = Told(events), None, DATA, DATA
     tokenizer = Decoding(lambda tokens: "text")
@@ -243,7 +244,7 @@ def test_a_reward_models_score_that_is_no_number_is_a_failure(world, on_error, w
     scores = Scores([*range(6)], [1.0, 2.0, 3.0, 4.0, lost, 6.0], [{}] * 6, [None] * 4 + ["timeout", None])
     judged = [0.5, math.nan, math.inf, -3e9, 1.0, -2.0]
     judge = SimpleNamespace(pool=SimpleNamespace(results=lambda: scores), episodes=None,
-                            model=SimpleNamespace(score=lambda conversations: judged, weight=2.0, unread={}),
+                            model=SimpleNamespace(score=lambda *_: judged, weight=2.0, unread={}, reads_images=False),
                             config=RewardConfig(on_error=on_error, max_error_frac=0.7))
     pending, meter = scoring.PendingRollout(None, judge, make_samples([0.0] * 6), SamplingConfig()), Meter()
     rule = r"the reward model gave nan, times --reward-model.weight 2; the rule is a finite number of at most 1e\+09 "
@@ -270,7 +271,8 @@ def test_an_episode_that_failed_has_no_score_of_a_reward_model_alone(world, on_e
     for sample, end_reason in zip(samples, ("done", "error", "timeout", "length")):
         sample.response.end_reason = end_reason
     judge = SimpleNamespace(pool=None, episodes=None, config=RewardConfig(on_error=on_error),
-                            model=SimpleNamespace(score=lambda given: [1.0, 2.0, 3.0, 4.0], weight=0.5, unread={}))
+                            model=SimpleNamespace(score=lambda *_: [1.0, 2.0, 3.0, 4.0], weight=0.5, unread={},
+                                                  reads_images=False))
     pending, meter = scoring.PendingRollout(None, judge, samples, SamplingConfig()), Meter()
     if want is None:
         with pytest.raises(RuntimeError, match=r"reward of sample 1 failed and --reward.on-error is stop"):

@@ -86,7 +86,7 @@ def test_what_gives_no_pair_is_counted(capsys):
     rows = [row, row, row | {"score": 0.0}, row | {"response": "wrong", "score": 0.5}, row | {"response": " "},
             row | {"response": "lost", "score": None}, row | {"response": "lost", "score": float("nan")},
             row | {"question": "other"}, row | {"question": "alone"}]
-    found = list(pairs.make_rows(rows, {"q": ["prompt"], "alone": ["x"]}, 4, 0))
+    found = list(pairs.make_rows(rows, {"q": {"prompt": ["prompt"]}, "alone": {"prompt": ["x"]}}, 4, 0))
     assert found == [[{"prompt": ["prompt"], "chosen": "right", "rejected": "wrong"}]]     # the mean of 1, 1, 0: 2/3
     said = capsys.readouterr().out
     for part in ("9 responses to 2 prompts gave 1 pairs; 1 prompts have no two", "1 responses of prompts that --data",
@@ -142,13 +142,32 @@ def test_prompts_that_differ_in_extra_info_alone(tmp_path, monkeypatch, capsys):
     assert (row["chosen"], row["rejected"]) == ("a", "b")
 
 
-def test_prompts_with_images_are_left_out(tmp_path, capsys):
-    """dpo.py and rm.py would take their text for the whole prompt."""
-    rows = [*rows_of({"seed": 1}, images=[]), *rows_of({"seed": 2}, images=[{"bytes": b"x", "path": None}])]
+def test_pairs_have_the_images_of_their_prompt(tmp_path, monkeypatch):
+    """Prompts that differ in their images alone are told apart as evaluate.py tells them."""
+    from common.dataset.images import Images
+    from common.dataset.messages import parse_row
+    from common.prompts import DataConfig
+    from common.rollout import Sample
+    from tools.evaluation import details_of
+
+    (tmp_path / "b.png").write_bytes(b"second")
+    files = [{"bytes": b"first", "path": None}, {"bytes": None, "path": str(tmp_path / "b.png")}]
+    rows = [*rows_of({}, images=[files[0]]), *rows_of({}, images=[files[1]]), *rows_of({"seed": 3}, images=[])]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "data.parquet")
-    prompts, shared = pairs.read_prompts([tmp_path / "data.parquet"])
-    assert len(prompts) == 2 and not shared                             # of one prompt: with its details, and without
-    assert "1 prompts with images left out" in capsys.readouterr().out
+    for row, content in zip(rows, (b"first", b"second", b"")):
+        prompt = parse_row(row, DataConfig())
+        prompt.images = Images([content], "") if content else None
+        assert pairs.details_of(row) == details_of(Sample(0, 0, 0, prompt))
+    responses = [{"question": pairs.question_of(row), "details": pairs.details_of(row), "response": text,
+                  "score": score, "messages": None}
+                 for n, row in enumerate(rows) for text, score in ((f"good {n}", 1.0), (f"bad {n}", 0.0))]
+    file = tmp_path / "run/rollouts/val_000000_000000.parquet"
+    file.parent.mkdir(parents=True)
+    pq.write_table(pa.Table.from_pylist(responses), file)
+    main(monkeypatch, "--responses", tmp_path / "run", "--data", tmp_path / "data.parquet", "--out", tmp_path / "out")
+    found = pq.read_table(tmp_path / "out/train.parquet").to_pylist()
+    assert {row["chosen"]: row["images"] or [] for row in found} == {
+        "good 0": [files[0]], "good 1": [files[1]], "good 2": []}
 
 
 def test_files_that_are_not_there_or_of_something_else(tmp_path, monkeypatch):

@@ -271,8 +271,8 @@ def test_routers_and_experts_have_no_adapters_by_default(world, tmp_path):
 
 @pytest.mark.parametrize("target", ["embed_tokens", "lm_head", "gate", "down_proj", "norm"])
 def test_wrong_targets_are_refused(target, world, tmp_path):
-    rule = (f"--lora.targets {target} must be a linear layer of attention or of an MLP, here one of all-linear experts k_proj "
-            "o_proj q_proj v_proj: an embedding .* and `experts` are all of a mixture")
+    rule = (f"--lora.targets {target} must be a linear layer of attention or of an MLP, here one of all-linear experts "
+            "k_proj o_proj q_proj v_proj: an embedding .* and `experts` are all of a mixture")
     adapters = LoRAConfig(rank=2, targets=("q_proj", target))
     with pytest.raises(ValueError, match=rule):
         load_policy(save_model(MOE, tmp_path), FLOAT32, world, Weights(lora=adapters))

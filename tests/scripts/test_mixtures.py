@@ -107,8 +107,10 @@ def test_two_ranks_that_divide_the_experts_train_the_same_model(one_rank, mixtur
 
 def test_sft_has_the_loss_too(mixture, tmp_path):
     """Beside all weights: with a large factor the routers spread the tokens, and without, they do not."""
-    rows = [{"messages": [{"role": "user", "content": f"What is {i} + {i}?"}, {"role": "assistant", "content": f"{2 * i}"}]}
-            for i in range(8)]
+    rows = []
+    for i in range(8):
+        answer = {"role": "assistant", "content": f"{2 * i}"}
+        rows.append({"messages": [{"role": "user", "content": f"What is {i} + {i}?"}, answer]})
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = ["sft", "--model", mixture, "--train-data", str(data), "--rows-per-step", "8", "--total-steps", "12",

@@ -340,10 +340,10 @@ def test_arguments_by_place_are_read(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "said"), [
-    ("async_grpo", "async_grpo.py trains so, with samplers"), ("sft_vlm_gemma3", "sft.py and dpo.py read no images"),
+    ("async_grpo", "async_grpo.py trains so, with samplers"), ("mpo_vlm", "dpo.py trains on preference pairs"),
 ])
 def test_what_is_nearest_is_named(name, said, tmp_path):
-    config = "AsyncGRPOConfig" if name == "async_grpo" else "SFTConfig"
+    config = "AsyncGRPOConfig" if name == "async_grpo" else "DPOConfig"
     path = tmp_path / f"{name}.py"
     path.write_text(f'"""python {name}.py --max_steps 3"""\nTrlParser((ScriptArguments, {config}))\n')
     (kind, options), = from_trl.read(str(path))[0]

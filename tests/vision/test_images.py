@@ -16,13 +16,12 @@ from transformers import AutoTokenizer
 import tools.report
 from common.checkpoint.export import hf_files
 from common.dataset import store
-from common.dataset.conversations import ConversationConfig, RowParser, load_conversations
 from common.dataset.images import inputs_of, load_processor
 from common.dataset.store import load_prompts
 from common.engine.base import RolloutConfig
 from common.engine.make import check_rollout
 from common.model.flops import microbatch_flops
-from common.model.loading import read_config
+from common.model.loading import SCORED, read_config
 from common.model.policy import ModelConfig
 from common.prompts import DataConfig
 from common.rollout import Response, Sample
@@ -251,13 +250,10 @@ def test_text_beside_an_image_is_never_a_special_token(text, tokenizer, tmp_path
 def test_what_takes_no_images_says_so(model, tokenizer, prompts, smollm, world, tmp_path):
     with pytest.raises(ValueError, match=r"is a llama model; qwen2_5_vl, .* read images"):
         load(ROWS, AutoTokenizer.from_pretrained(smollm), tmp_path)
-    with pytest.raises(ValueError, match=r"row 0 .*images or videos is not empty; .* do not go with sft.py"):
-        load_conversations([str(tmp_path / "rows.parquet")], tokenizer, [2], ConversationConfig(),
-                           RowParser({"prompt": "prompt"}, lambda row, tokenizer, template: []))
     with pytest.raises(ValueError, match=r"--policy.sequence-parallel 2 must be 1"):
         read_config(model, ModelConfig(sequence_parallel=2))
-    with pytest.raises(ValueError, match=r"qwen2_5_vl model, which is no causal LM: choose another --critic-model"):
-        read_config(model, ModelConfig(), "--critic-model")
+    with pytest.raises(ValueError, match=r"a Qwen2_5_VLForConditionalGeneration, must be a \*ForSequence"):
+        read_config(model, ModelConfig(), "--reward-model.path", SCORED)
     with pytest.raises(ValueError, match=r"images need vLLM 0.32 \(here is 0.32.0\) and torchvision, or"):
         check_rollout(RolloutConfig(), read_config(model, ModelConfig()), world, 100)
 

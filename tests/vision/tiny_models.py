@@ -13,6 +13,7 @@ from PIL import Image
 from transformers import AutoTokenizer, ProcessorMixin
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.utils import is_torchvision_available
 
 import common.dataset.images  # noqa: F401, makes processors work without torchvision
 from tests.conftest import save_tokenizer
@@ -69,7 +70,8 @@ def _qwen(family: str, tokenizer, ids: dict[str, int], text: dict[str, Any]) -> 
     images = Qwen2VLImageProcessorPil(
         min_pixels=(2 * patch) ** 2, max_pixels=16 * (2 * patch) ** 2, patch_size=patch)
     template = TEMPLATE.replace("IMAGE", "<|vision_start|><|image_pad|><|vision_end|>")
-    return config, getattr(transformers, f"{kind}Processor")(images, tokenizer, chat_template=template)
+    videos = video_processor("Qwen3VL" if family == "qwen3_vl" else "Qwen2VL")
+    return config, getattr(transformers, f"{kind}Processor")(images, tokenizer, **videos, chat_template=template)
 
 
 def _internvl(family: str, tokenizer, ids: dict[str, int], text: dict[str, Any]) -> tuple[Any, ProcessorMixin]:
@@ -85,7 +87,14 @@ def _internvl(family: str, tokenizer, ids: dict[str, int], text: dict[str, Any])
     images = GotOcr2ImageProcessorPil(size={"height": 28, "width": 28}, min_patches=1, max_patches=4)
     template = TEMPLATE.replace("IMAGE", "<IMG_CONTEXT>\n")
     return config, transformers.InternVLProcessor(
-        images, tokenizer, image_seq_length=4, chat_template=template)
+        images, tokenizer, **video_processor("InternVL"), image_seq_length=4, chat_template=template)
+
+
+def video_processor(kind: str) -> dict[str, Any]:
+    """The argument with a processor of videos, which can be made with torchvision, and must be then."""
+    if not is_torchvision_available():
+        return {}
+    return {"video_processor": getattr(transformers, f"{kind}VideoProcessor")()}
 
 
 def picture(height: int, width: int, seed: int) -> dict[str, Any]:
