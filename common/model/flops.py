@@ -48,8 +48,8 @@ def check_context(hf_config: PretrainedConfig, longest: int, model: str) -> None
 def sequence_cost(lengths: np.ndarray, config: PretrainedConfig) -> np.ndarray:
     """Forward FLOPs of each sequence by itself, float64 [S], with the output head on every token.
 
-    `config` is a Hugging Face config; in a nested config the text part counts. Raises KeyError for a kind of layer that
-    it cannot count (chunked attention)."""
+    `config` is a Hugging Face config; in a nested config the text part counts. Raises ValueError for a kind of layer
+    that it cannot count (chunked attention)."""
     lengths = np.asarray(lengths, dtype=np.float64)
     text = config.get_text_config()
     head = 2 * lengths * text.hidden_size * text.vocab_size
@@ -135,6 +135,8 @@ def _layers(before: np.ndarray, new: np.ndarray, config: PretrainedConfig) -> np
         kinds = ["sliding_attention"] * text.num_hidden_layers
     pairs = np.zeros_like(new)
     for kind in kinds:
+        if kind not in windows:                         # such as Zamba2's, which share weights: FSDP2 shards them once
+            raise ValueError(f"its layers of the kind {kind!r} can be neither counted nor sharded")
         window = windows[kind]
         pairs += _pairs(before + new, window) - _pairs(before, window)
     matrices = 2 * new * active_weights(config)
