@@ -58,8 +58,8 @@ def make_chunks(lengths: tuple[int, ...], size: int, device: torch.device) -> Ch
 
 
 def cut(x: Tensor, chunks: Chunks) -> Tensor:
-    """[T, heads, ...] -> [N, heads, size, ...], 0 where there is no token; in float32 at least."""
-    x = F.pad(wide(x), [0, 0] * (x.ndim - 1) + [0, 1])
+    """[T, heads, ...] -> [N, heads, size, ...], 0 where there is no token."""
+    x = F.pad(x, [0, 0] * (x.ndim - 1) + [0, 1])
     return x[chunks.tokens].unflatten(0, (-1, chunks.size)).transpose(1, 2)
 
 
@@ -103,7 +103,8 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, c
 
     q, k [T, heads, K]; v [T, heads, V]; beta [T, heads]; g is a log decay of each head [T, heads], or of each channel
     [T, heads, K] (Kimi, arXiv 2510.26692). Returns [T, heads, V]."""
-    q, k, v, g, beta = (cut(x, chunks) for x in (q, k, v, g, beta))                 # [N, heads, C, ...]
+    dtype = wide(q).dtype
+    q, k, v, g, beta = (cut(x.to(dtype), chunks) for x in (q, k, v, g, beta))       # [N, heads, C, ...]
     beta = beta[..., None]
     if g.ndim == 4:
         between = decay_between(g.transpose(2, 3))                                  # [N, heads, K, C, C]
@@ -137,7 +138,8 @@ def state_space(x: Tensor, log_decay: Tensor, b: Tensor, c: Tensor, chunks: Chun
     y_t = c_t^T S_t, with S = 0 before a sequence.
 
     x [T, heads, P]; log_decay [T, heads]; b, c [T, groups, N]: consecutive heads share them. Returns [T, heads, P]."""
-    x, log_decay, b, c = (cut(y, chunks) for y in (x, log_decay, b, c))
+    dtype = wide(x).dtype
+    x, log_decay, b, c = (cut(y.to(dtype), chunks) for y in (x, log_decay, b, c))   # [N, heads, C, ...]
     between = decay_between(log_decay)                                              # [N, heads, C, C]
     heads_of_group = x.shape[1] // b.shape[1]
     scores = (c @ b.mT).repeat_interleave(heads_of_group, 1) * between
