@@ -13,10 +13,11 @@ such a layer calls: one that was left would leak alone. What replaces them
 
 import importlib
 import importlib.util
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -187,23 +188,28 @@ class Sequences:
         return F.pad(torch.tensor(self.lengths()).cumsum(0), (1, 0)).to(self.numbers.device)
 
 
-@cache
-def kernel(path: str) -> Callable | None:
-    """A function of an optional package by its full name, None if the package is not installed."""
-    module, _, name = path.rpartition(".")
-    if importlib.util.find_spec(module.partition(".")[0]) is None:
+CONVOLUTION = "fla.modules.causal_conv1d.causal_conv1d"
+DELTA_RULE = "fla.ops.gated_delta_rule.chunk_gated_delta_rule"
+KIMI_RULE = "fla.ops.kda.chunk_kda"
+MAMBA2_SCAN = "mamba_ssm.ops.triton.ssd_combined.mamba_chunk_scan_combined"
+
+
+def is_installed(kernel: str) -> bool:
+    """Whether the package of this function is installed."""
+    return importlib.util.find_spec(kernel.partition(".")[0]) is not None
+
+
+def kernel_for(x: Tensor, kernel: str) -> Callable | None:
+    """The function with this full name, None if it is not installed or not for `x`: CPUs and float64 have no kernels."""
+    if not x.is_cuda or x.dtype == torch.float64 or not is_installed(kernel):
         return None
+    module, _, name = kernel.rpartition(".")
     return getattr(importlib.import_module(module), name)
-
-
-def kernel_for(x: Tensor, path: str) -> Callable | None:
-    """The kernel for this tensor: there are none for CPUs, and none for float64."""
-    return kernel(path) if x.is_cuda and x.dtype != torch.float64 else None
 
 
 def causal_conv1d(sequences: Sequences, hidden_states, weight, bias=None, activation=None, **_) -> Tensor:
     """`causal_conv1d_fn`: hidden_states [1, D, T], weight [D, width], bias [D] -> [1, D, T]."""
-    run = kernel_for(hidden_states, "fla.modules.causal_conv1d.causal_conv1d")
+    run = kernel_for(hidden_states, CONVOLUTION)
     if run is not None:
         told = {"activation": activation, "cu_seqlens": sequences.cu_seqlens()}
         out, _ = run(hidden_states.transpose(1, 2).contiguous(), weight=weight, bias=bias, **told)
@@ -220,8 +226,7 @@ def delta_rule(sequences: Sequences, query, key, value, g, beta, **told: Any) ->
     [1, T, heads, K], value [1, T, heads, V] -> [1, T, heads, V], and no state after them."""
     assert told["initial_state"] is None and not told["output_final_state"], "a packed row has no state around it"
     normalize = told["use_qk_l2norm_in_kernel"]
-    name = "fla.ops.kda.chunk_kda" if g.ndim == 4 else "fla.ops.gated_delta_rule.chunk_gated_delta_rule"
-    run = kernel_for(query, name)
+    run = kernel_for(query, KIMI_RULE if g.ndim == 4 else DELTA_RULE)
     if run is not None:
         ends = sequences.cu_seqlens()
         return run(query, key, value, g=g, beta=beta, use_qk_l2norm_in_kernel=normalize, cu_seqlens=ends)
@@ -240,7 +245,7 @@ def mamba2_scan(sequences: Sequences, hidden_states, dt, A, B, C, **told: Any) -
     `told` D and dt_bias [heads] -> [1, T, heads, P]."""
     assert told["initial_states"] is None and not told["return_final_states"], "a packed row has no state around it"
     assert told["z"] is None and told["dt_softplus"], "a gate in the scan, or steps that may be negative"
-    run = kernel_for(hidden_states, "mamba_ssm.ops.triton.ssd_combined.mamba_chunk_scan_combined")
+    run = kernel_for(hidden_states, MAMBA2_SCAN)
     if run is not None:
         options = {name: told[name] for name in ("chunk_size", "D", "dt_bias", "dt_softplus", "dt_limit")}
         return run(hidden_states, dt, A, B, C, seq_idx=sequences.numbers, **options)
@@ -279,18 +284,44 @@ class Told:
         return self.packed(Sequences(ends, numbers), *args, **kwargs)
 
 
+def layers_with_state(decoder: nn.Module) -> list[nn.Module]:
+    """The layers that carry a state over tokens: all that transformers has here begin with a convolution."""
+    return [layer for layer in decoder.modules() if any(isinstance(part, nn.Conv1d) for part in layer.children())]
+
+
+def state_shape(layer: nn.Module) -> tuple[int, int, int] | None:
+    """Heads, rows and columns of the state of a delta net, or of Mamba-2 (which has `ssm_state_size`); None: the layer
+    is a convolution alone."""
+    names = vars(layer)
+    if "ssm_state_size" in names:
+        return layer.num_heads, layer.ssm_state_size, layer.head_dim
+    if "num_v_heads" in names:
+        return layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
+    if "num_heads" in names:                                                        # Kimi
+        return layer.num_heads, layer.head_dim, layer.head_dim
+    return None
+
+
+def state_flops(layer: nn.Module) -> int:
+    """Forward FLOPs of a token by its products with the state: a delta net reads what it predicts, writes, and reads
+    its output, and Mamba-2 does not predict."""
+    shape = state_shape(layer)
+    if shape is None:
+        return 0
+    products = 2 if "ssm_state_size" in vars(layer) else 3
+    return 2 * products * math.prod(shape)
+
+
 def separate_states(decoder: nn.Module) -> bool:
     """Make the layers that carry a state over tokens begin each packed sequence without one. Returns whether there are
     any. A layer whose functions are not known here runs one sequence at a time.
 
     Raises ValueError for Mamba-1, whose layers are not told where sequences begin."""
-    has_any = False
-    for layer in list(decoder.modules()):
-        if any(isinstance(part, nn.Conv1d) for part in layer.children()):
-            has_any = True
-            if not replace_functions(sys.modules[type(layer).__module__]):
-                layer.forward = for_each_sequence(layer.forward)
-    return has_any
+    layers = layers_with_state(decoder)
+    for layer in layers:
+        if not replace_functions(sys.modules[type(layer).__module__]):
+            layer.forward = for_each_sequence(layer.forward)
+    return bool(layers)
 
 
 def replace_functions(modeling: Any) -> bool:
