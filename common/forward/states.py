@@ -26,6 +26,8 @@ from torch import Tensor, nn
 
 CHUNK = 64
 """Tokens of a chunk: inside it all pairs of tokens are computed, and between chunks a state is carried."""
+CHUNK_BY_CHANNEL = 16
+"""The same where each channel has its own decay: all pairs of tokens are then computed for each channel."""
 NORM_EPS = 1e-6
 """Added to the squared norms of queries and keys, as in flash-linear-attention."""
 
@@ -235,7 +237,8 @@ def delta_rule(sequences: Sequences, query, key, value, g, beta, **told: Any) ->
     if normalize:
         q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + NORM_EPS) for x in (q, k))
     q = q * q.shape[-1] ** -0.5
-    chunks = make_chunks(sequences.lengths(), CHUNK, q.device)
+    size = CHUNK_BY_CHANNEL if g.ndim == 4 else CHUNK
+    chunks = make_chunks(sequences.lengths(), size, q.device)
     out = gated_delta_rule(q[0], k[0], value[0], g[0], beta[0], chunks)
     return out[None].to(query.dtype), None
 
