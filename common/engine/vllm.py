@@ -38,9 +38,10 @@ class VLLMEngine(Engine):
         config = setup.config
         model_config = setup.model_config
         self.on_cpu = self.world.device.type == "cpu"
-        if self.on_cpu and setup.hf_config.model_type == "qwen3_next" and model_config.compute_dtype != "bfloat16":
-            raise ValueError(f"--policy.compute-dtype {model_config.compute_dtype}: vLLM's CPU build computes delta nets "
-                             f"in bfloat16 only: set it to bfloat16, or use --rollout.engine hf")
+        dtype = model_config.compute_dtype
+        if self.on_cpu and setup.hf_config.model_type == "qwen3_next" and dtype != "bfloat16":
+            raise ValueError(f"--policy.compute-dtype {dtype}: vLLM's CPU build computes delta nets in bfloat16 only: "
+                             f"set it to bfloat16, or use --rollout.engine hf")
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         if len(own_folder()) <= 70:  # 36 more for a name of vLLM are all that the path of a socket may have

@@ -202,7 +202,7 @@ def is_installed(kernel: str) -> bool:
 
 
 def kernel_for(x: Tensor, kernel: str) -> Callable | None:
-    """The function with this full name, None if it is not installed or not for `x`: CPUs and float64 have no kernels."""
+    """The function with this full name; None if it is not installed or not for `x`, on CPUs and in float64."""
     if not x.is_cuda or x.dtype == torch.float64 or not is_installed(kernel):
         return None
     module, _, name = kernel.rpartition(".")
@@ -289,7 +289,11 @@ class Told:
 
 def layers_with_state(decoder: nn.Module) -> list[nn.Module]:
     """The layers that carry a state over tokens: all that transformers has here begin with a convolution."""
-    return [layer for layer in decoder.modules() if any(isinstance(part, nn.Conv1d) for part in layer.children())]
+    found = []
+    for layer in decoder.modules():
+        if any(isinstance(part, nn.Conv1d) for part in layer.children()):
+            found.append(layer)
+    return found
 
 
 def state_shape(layer: nn.Module) -> tuple[int, int, int] | None:

@@ -1,7 +1,8 @@
 """Layers with a state on packed rows against one sequence at a time: CPU seconds and operations.
 
-`python -m tests.bench.bench_states [FAMILY...]` prints a markdown table: forward and backward of two blocks, one with a state and one
-with attention, on one core. An operation is one of torch's that is no view: on a GPU each is at least one launch.
+`python -m tests.bench.bench_states [FAMILY...]` prints a markdown table: forward and backward of two blocks, one with a
+state and one with attention, on one core. An operation is one of torch's that is no view: on a GPU each is at least one
+launch.
 """
 
 import sys
@@ -54,11 +55,11 @@ def measure(family: str, lengths: list[int], prepare) -> tuple[float, int]:
     prepare(model.get_decoder())
     batch = Batch.build([[1]] * len(lengths), [torch.randint(3, 512, (n - 1,)).tolist() for n in lengths])
     row = make_row(batch, False, None)
-    inputs = {"input_ids": batch.tokens[None], "position_ids": batch.position_ids[None], "use_cache": False, **row.layout}
+    inputs = {"input_ids": batch.tokens[None], "position_ids": batch.position_ids[None], "use_cache": False}
 
     def run() -> float:
         start = time.process_time()
-        model.base_model(**inputs).last_hidden_state.square().sum().backward()
+        model.base_model(**inputs, **row.layout).last_hidden_state.square().sum().backward()
         return time.process_time() - start
 
     seconds = min(run() for _ in range(2))

@@ -3,7 +3,8 @@
 `python -m tests.model.families [FAMILY...]` prints a table; with `--vllm`, vLLM's log-probs are in it too.
 
 The oracle is transformers' own model with eager attention, one sequence at a time, in float64. What is compared is the
-policy as `load_policy` makes it, in float32: log-probs of the sampled tokens, and the gradient of a weighted sum of them.
+policy as `load_policy` makes it, in float32: log-probs of the sampled tokens, and the gradient of a weighted sum of
+them.
 """
 
 import argparse
