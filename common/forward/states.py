@@ -298,15 +298,15 @@ def layers_with_state(decoder: nn.Module) -> list[nn.Module]:
 
 def state_shape(layer: nn.Module) -> tuple[int, int, int] | None:
     """Heads, rows and columns of the state of a delta net, or of Mamba-2 (which has `ssm_state_size`); None: the layer
-    is a convolution alone."""
+    is a convolution alone, or one that is not known here."""
     names = vars(layer)
-    if "ssm_state_size" in names:
-        return layer.num_heads, layer.ssm_state_size, layer.head_dim
     if "num_v_heads" in names:
         return layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
-    if "num_heads" in names:                                                        # Kimi
-        return layer.num_heads, layer.head_dim, layer.head_dim
-    return None
+    if not {"num_heads", "head_dim"} <= names.keys():
+        return None
+    if "ssm_state_size" in names:
+        return layer.num_heads, layer.ssm_state_size, layer.head_dim
+    return layer.num_heads, layer.head_dim, layer.head_dim                          # Kimi
 
 
 def state_flops(layer: nn.Module) -> int:
