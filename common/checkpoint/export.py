@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import cached_file
 
 from common.checkpoint.files import entry_of, remove, sync, write_manifest
-from common.checkpoint.older_readers import set_template, tokenizer_files, with_old_keys
+from common.checkpoint.older_readers import set_template, tokenizer_files, with_floats, with_old_keys
 from common.checkpoint.own import MARK, check_replaceable, hidden
 from common.model.policy import Policy
 from common.parallel.ranks import World, all_gather_objects, together
@@ -82,7 +82,7 @@ def write_files(folder: Path, files: dict[str, bytes]) -> None:
 
 def model_of(files: dict[str, bytes]) -> PreTrainedModel | None:
     """The model of config.json, without memory. None: its code comes with the model's folder."""
-    config = json.loads(files["config.json"])
+    config = with_floats(json.loads(files["config.json"]))
     layers = config.get("num_hidden_layers") or 0
     if layers > MOST_LAYERS:
         raise ValueError(f"config.json names {layers:,} layers, more than the {MOST_LAYERS:,} of any model")

@@ -35,9 +35,21 @@ def with_old_keys(made: Json, source: Json, kind: type[PretrainedConfig]) -> Jso
 def read(content: Json, kind: type[PretrainedConfig]) -> Json:
     """What transformers 5 takes from a config.json."""
     try:
-        return without_type(kind.from_dict(deepcopy(content)).to_dict())
+        return without_type(kind.from_dict(with_floats(content)).to_dict())
     except (ValueError, TypeError, KeyError) as error:          # of the family's own checks
         return {"refused": str(error)}
+
+
+def with_floats(value: Any) -> Any:
+    """A copy with the floats that JSON lacks. transformers 5 writes them as {"__float__": "Infinity"}: the limit of
+    Mamba-2's time steps, for example."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {key: with_floats(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [with_floats(entry) for entry in value]
+    return value
 
 
 def without_type(value: Any) -> Any:

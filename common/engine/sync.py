@@ -14,6 +14,8 @@ EXPERTS = {
     "w2_weight": "down_proj",
 }
 """The experts of a mixture in vLLM and in transformers: [experts, rows, columns], the same rows in the same order."""
+COMPUTED = ("A",)
+"""Weights that vLLM stores as something else: of Mamba-2's A_log, -exp(A_log)."""
 AS_SENT = {torch.float32, torch.bfloat16, torch.float16}
 """Data types of weights that a checksum can compare. What vLLM quantised has another one, and other numbers."""
 Checksum = tuple[Tensor, int]
@@ -44,20 +46,30 @@ def as_numbers(checksums: Mapping[str, Checksum]) -> dict[str, tuple[int, int]]:
 
 def held_checksums(model: nn.Module, sent: dict[str, Checksum], dtype: torch.dtype) -> dict[str, Checksum]:
     """Checksums of vLLM's copy of each tensor in `sent`, by the tensor's name. Tensors with another name than in
-    transformers are left out, and tensors that vLLM quantised: the probe and the step's own tokens judge them."""
+    transformers are left out, and tensors that vLLM quantised or computes: the probe and the step's own tokens judge
+    them."""
     held: dict[str, Checksum] = {}
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             names = names_of_parts(model, prefix, name)
             if parameter.dtype not in AS_SENT or sent.keys().isdisjoint(names):  # such as the scales of quantised ones
                 continue
+            if name in COMPUTED:
+                continue
             parts = [parameter]
             if len(names) > 1:
-                parts = parameter.split(module.output_partition_sizes)
+                parts = parts_of(parameter, module.output_partition_sizes, len(names))
             for part_name, part in zip(names, parts, strict=True):
                 if part_name in sent:
                     held[part_name] = checksum(part, dtype)
     return held
+
+
+def parts_of(parameter: Tensor, rows: list[int], count: int) -> list[Tensor]:
+    """The matrices that vLLM has in one, cut at these rows. If it cuts more than transformers has matrices, the first
+    one is several of them: queries, keys and values of Qwen3.5's delta nets."""
+    more = len(rows) - count + 1
+    return list(parameter.split([sum(rows[:more]), *rows[more:]]))
 
 
 def names_of_parts(model: nn.Module, prefix: str, name: str) -> list[str]:

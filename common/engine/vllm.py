@@ -23,6 +23,7 @@ from common.engine.extra import most_sequences
 from common.engine.sync import Checksum, differing, held_checksums
 from common.flags.rollout import SamplingConfig
 from common.memory.plan import GRAPHS_GB, RESERVED_GB
+from common.model.flops import count_layers
 from common.parallel.ranks import all_names, seed_of
 from envs.pictures import decode
 from envs.runtime.conversation import constrains
@@ -39,6 +40,10 @@ class VLLMEngine(Engine):
         config = setup.config
         model_config = setup.model_config
         self.on_cpu = self.world.device.type == "cpu"
+        dtype = model_config.compute_dtype
+        if self.on_cpu and setup.hf_config.model_type == "qwen3_next" and dtype != "bfloat16":
+            raise ValueError(f"--policy.compute-dtype {dtype}: vLLM's CPU build computes delta nets in bfloat16 only: "
+                             f"set it to bfloat16, or use --rollout.engine hf")
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         if len(own_folder()) <= 70:  # 36 more for a name of vLLM are all that the path of a socket may have
@@ -63,6 +68,8 @@ class VLLMEngine(Engine):
         if hasattr(setup.hf_config, "vision_config"):  # vLLM 0.26 has neither, and is refused with images
             # sha256 is part of Python; a tower's buffers for normalizing would be random: the load format is dummy
             options |= {"mm_hasher_algorithm": "sha256", "mm_device_do_normalize": False}
+        if count_layers(setup.hf_config).has_states:
+            options["mamba_ssm_cache_dtype"] = "float32"  # as the trainer's states; "auto" is the compute dtype
         if constrains():
             # white space would be free otherwise, and a small model writes it until there is no room left
             options["structured_outputs_config"] = {"backend": "xgrammar", "disable_any_whitespace": True}
@@ -73,6 +80,8 @@ class VLLMEngine(Engine):
                 "kv_cache_memory_bytes": int(config.kv_cache_gb * 2**30),
                 # whole prompts only: the CPU build cannot rewind a response's generator after a partial prefill
                 "enable_chunked_prefill": False,
+                # states of prefixes are only kept with chunked prefill
+                "enable_prefix_caching": not count_layers(setup.hf_config).has_states,
                 "max_num_batched_tokens": max(setup.max_model_len, 2048),
             }
         else:
@@ -121,6 +130,8 @@ class VLLMEngine(Engine):
     def _load(self, tensors: Iterator[tuple[str, Tensor]], sent: dict[str, Checksum]) -> tuple[int, set[str]]:
         # vLLM 0.26 tells experts' names without the module that holds them, and a few models tell nothing; if weights
         # of any rank are missing, all raise
+        if self.on_cpu:
+            unpack_on_cpu(self.model)
         with quantize_on_load(self.quantized, self.llm.llm_engine.vllm_config):
             names = {name.replace(".routed_experts", "") for name, _ in self.model.named_parameters()}
             loaded = self.model.load_weights(tensors)
@@ -300,13 +311,21 @@ def check_routers(model: nn.Module, num_layers: int) -> None:
                          f"and {len(found)} routers that are known, leave it out")
 
 
+def unpack_on_cpu(model: nn.Module) -> None:
+    """Before a sync on CPUs: give convolutions, which are packed in the place of their weights, their own shape."""
+    for module in model.modules():
+        if "_cpu_unpacked_conv_weight" in vars(module):
+            module.weight.data = module._cpu_unpacked_conv_weight[:, None].clone()
+
+
 def pack_on_cpu(model: nn.Module) -> None:
-    """After a sync on CPUs: pack the weights of linear layers, of the output head and of a mixture's experts again."""
+    """After a sync on CPUs: pack the weights of linear layers and convolutions, of the output head and of a mixture's
+    experts again."""
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
     for module in model.modules():
-        if "cpu_linear" in vars(module):
+        if "cpu_linear" in vars(module) or "_cpu_unpacked_conv_weight" in vars(module):
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
         elif isinstance(getattr(module, "quant_method", None), UnquantizedFusedMoEMethod):
             module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)

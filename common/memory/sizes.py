@@ -7,9 +7,11 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from common.flags.model import LoRAConfig, ModelConfig
+from common.forward import states
+from common.forward.states import layers_with_state, state_shape
 from common.forward.vision import auto_class
 from common.kernels import tile_shape
-from common.model.flops import active_weights, head_dims
+from common.model.flops import count_layers, head_dims
 from common.model.loading import GIB, NO_ADAPTERS, uses_liger
 from common.model.lora import adapters_of, add_adapters
 from common.model.optimizers import WEIGHTS, block_size, uses_muon
@@ -17,6 +19,10 @@ from common.model.sharding import PART, recomputed_share, shard_dim
 
 IN_PASSES = ("unsharded weights", "activations", "log-prob tiles")
 """The parts that exist only during a forward and backward pass."""
+
+
+CHUNK_PADDING = 1.1
+"""Places of chunks for each token: half a chunk is empty at the end of a sequence (of 320 tokens, for this number)."""
 
 
 class Moment(NamedTuple):
@@ -51,9 +57,12 @@ class Model:
             self.router_probs = 4 * 2 * (entries.get("num_experts") or entries.get("num_local_experts") or 0)
         self.heads = self.config.num_attention_heads
         self.kv_heads = entries.get("num_key_value_heads") or self.heads
-        columns = active_weights(hf_config) / self.config.num_hidden_layers / self.config.hidden_size
+        columns = count_layers(hf_config).weights / self.config.num_hidden_layers / self.config.hidden_size
         self.mlp_width = (columns - (self.heads + self.kv_heads) * sum(head_dims(self.config))) / 3
         self._count_weights(model, config.expert_parallel)
+        with_state = layers_with_state(model.get_decoder())
+        self.kept_by_states = [kept_by_state(layer, self.itemsize) for layer in with_state]
+        """Bytes a token of each layer with a state, where a block has it in the place of attention."""
         shards = shard_sizes(model, config, ranks)
         self._count_shards(shards, kind)
         self.gradient_bytes = self.trained_bytes
@@ -120,9 +129,15 @@ class Model:
                 self.step_bytes = max(self.step_bytes, copies)
             self.moment_bytes += bytes_of_weight * shards[p]
 
+    def kept_beside_blocks(self) -> list[float]:
+        """Bytes a token that each layer with a state keeps beyond what `kept_by_block` counts for attention."""
+        num_heads = self.heads + self.kv_heads
+        attention = self.itemsize * num_heads * sum(head_dims(self.config)) + 4 * self.heads
+        return [max(0, kept - attention) for kept in self.kept_by_states]
+
     def kept_by_block(self, keys: float) -> float:
-        """Bytes a token that autograd keeps of a block. `keys`: rows of keys and values gathered for each
-        token."""
+        """Bytes a token that autograd keeps of a block with attention. `keys`: rows of keys and values gathered for
+        each token."""
         size = self.itemsize
         hidden = self.config.hidden_size
         width, value_width = head_dims(self.config)
@@ -159,11 +174,15 @@ class Model:
         size = self.itemsize
         hidden = size * self.config.hidden_size                         # bytes of a hidden state
         kept = self.kept_by_block(keys)
-        of_blocks = self.num_recomputed * hidden + (self.num_blocks - self.num_recomputed) * kept
+        beside = sorted(self.kept_beside_blocks())
+        num_kept = self.num_blocks - self.num_recomputed
+        of_blocks = self.num_recomputed * hidden + num_kept * kept + sum(beside[-num_kept:] if num_kept else ())
         of_blocks += self.num_blocks * self.router_probs
         in_block = of_blocks + 2 * hidden + max(2 * size * self.mlp_width, 3 * hidden * self.experts)
+        if self.num_recomputed:
+            in_block += max(beside, default=0)
         # the first blocks are recomputed: then what the last ones kept is free, if there are any
-        if self.num_recomputed == self.num_blocks:
+        if not num_kept:
             in_block += kept
         # one rank has all weights, others those of the head, of a block and of the next one on their way
         weights = self.all if self.ranks == 1 else self.head + 2 * self.block
@@ -187,6 +206,29 @@ class Model:
         ]
         fullest = max(moments, key=sum)
         return dict(zip(IN_PASSES, fullest))
+
+
+def kept_by_state(layer: nn.Module, itemsize: int) -> float:
+    """Bytes a token that autograd keeps of a layer with a state, its input aside. tests/model/test_memory_plan.py
+    compares them with what torch keeps; those of the kernels are what they save by their source."""
+    (convolution,) = (part for part in layer.children() if isinstance(part, nn.Conv1d))
+    channels = convolution.out_channels
+    shape = state_shape(layer)
+    if shape is None:                                           # gates, the convolution's input, and its output
+        return itemsize * 8 * channels
+    heads, rows, columns = shape
+    outputs = heads * columns
+    if "ssm_state_size" in vars(layer):
+        kept = itemsize * (4 * channels + 3 * outputs) + 4 * 5 * outputs            # gated norm in float32
+        if states.is_installed(states.MAMBA2_SCAN):
+            return kept + itemsize * (channels + outputs)
+        in_chunks = heads * (4 * rows + 2 * columns + 3 * states.CHUNK + 2 * rows * columns / states.CHUNK)
+        return kept + 4 * CHUNK_PADDING * in_chunks
+    kept = itemsize * (2 * channels + 5 * outputs) + 4 * 3 * outputs                # gated norm in float32
+    if states.is_installed(states.DELTA_RULE):
+        return kept + itemsize * heads * (2 * rows + states.CHUNK)
+    in_chunks = heads * (11 * rows + 2 * columns + 6 * states.CHUNK + 2.2 * rows * columns / states.CHUNK)
+    return kept + 4 * 2 * heads * rows + 4 * CHUNK_PADDING * in_chunks
 
 
 def shard_sizes(model: nn.Module, config: ModelConfig, ranks: int) -> dict[nn.Parameter, int]:

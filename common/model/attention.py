@@ -1,13 +1,12 @@
 """Attention over packed sequences: one row of tokens, cut by `cu_seq_lens` into sequences that never see each other."""
 
-from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import attention as switch
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PretrainedConfig
@@ -232,27 +231,3 @@ def kernel_in_use() -> str:
     if any(ASKED):
         name = switch.current_flash_attention_impl()
     return (name or "FA2").replace("FA", "FlashAttention ")
-
-
-def separate_states(decoder: nn.Module) -> bool:
-    """Make the layers that carry a state over tokens (convolutions, linear attention, state-space layers) run one
-    packed sequence at a time. Returns whether there are any.
-
-    transformers starts from no state at the beginning of a sequence in the kernels of other packages alone."""
-    has_any = False
-    for layer in list(decoder.modules()):
-        if any(isinstance(part, nn.Conv1d) for part in layer.children()):
-            layer.forward = _for_each_sequence(layer.forward)
-            has_any = True
-    return has_any
-
-
-def _for_each_sequence(forward: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
-    """The forward of a layer with a state, run for one packed sequence after the other."""
-    def run(hidden_states: Tensor, seq_idx: Tensor, **others) -> Tensor:
-        """[1, t, H] -> [1, t, H]. `seq_idx` [1, t]: which sequence a token belongs to."""
-        _, lengths = seq_idx[0].unique_consecutive(return_counts=True)
-        parts = hidden_states.split(lengths.tolist(), dim=1)
-        return torch.cat([forward(part) for part in parts], dim=1)
-
-    return run

@@ -1,11 +1,12 @@
 """FLOPs of a transformer on packed sequences: a product of [m, k] and [k, n] is 2mkn.
 
 This counts the matrices and convolutions of all layers (of a mixture the active and the shared experts), the output
-head, and QK^T and PV over the pairs of tokens inside the causal mask and the layer's sliding window. It does not count
-norms, rotary embeddings, softmax, and the products with the state of a recurrent layer (2 to 5% of its matrices').
+head, QK^T and PV over the pairs of tokens inside the causal mask and the layer's sliding window, and the products with
+the state of a recurrent layer, token by token. It does not count norms, rotary embeddings and softmax.
 """
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,11 +14,21 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from common.batch import Batch
+from common.forward.states import layers_with_state, state_flops
 from common.forward.vision import FAMILIES, auto_class, placeholders
 from common.parallel.ranks import all_sum
 
-KNOWN: dict[str, int] = {}
-"""The result of `active_weights` for each config."""
+
+class Counts(NamedTuple):
+    """What the layers of a model have."""
+
+    weights: int  # that multiply a token: of a mixture's experts those that it runs through
+    state_flops: int  # of a token, by its products with states
+    has_states: bool  # convolutions, delta nets or state-space layers
+
+
+KNOWN: dict[str, Counts] = {}
+"""The result of `count_layers` for each config."""
 
 
 def context_length(hf_config: PretrainedConfig) -> float:
@@ -48,8 +59,8 @@ def check_context(hf_config: PretrainedConfig, longest: int, model: str) -> None
 def sequence_cost(lengths: np.ndarray, config: PretrainedConfig) -> np.ndarray:
     """Forward FLOPs of each sequence by itself, float64 [S], with the output head on every token.
 
-    `config` is a Hugging Face config; in a nested config the text part counts. Raises KeyError for a kind of layer that
-    it cannot count (chunked attention)."""
+    `config` is a Hugging Face config; in a nested config the text part counts. Raises ValueError for a kind of layer
+    that it cannot count (chunked attention)."""
     lengths = np.asarray(lengths, dtype=np.float64)
     text = config.get_text_config()
     head = 2 * lengths * text.hidden_size * text.vocab_size
@@ -137,22 +148,25 @@ def _layers(before: np.ndarray, new: np.ndarray, config: PretrainedConfig) -> np
         kinds = ["sliding_attention"] * text.num_hidden_layers
     pairs = np.zeros_like(new)
     for kind in kinds:
+        if kind not in windows:                         # such as Zamba2's, which share weights: FSDP2 shards them once
+            raise ValueError(f"its layers of the kind {kind!r} can be neither counted nor sharded")
         window = windows[kind]
         pairs += _pairs(before + new, window) - _pairs(before, window)
-    matrices = 2 * new * active_weights(config)
+    counts = count_layers(config)
+    matrices = (2 * counts.weights + counts.state_flops) * new
     attention = 2 * text.num_attention_heads * sum(head_dims(text)) * pairs
     return matrices + attention
 
 
-def active_weights(config: PretrainedConfig) -> int:
-    """How many weights of the layers multiply a token: of a mixture's experts those that it runs through."""
+def count_layers(config: PretrainedConfig) -> Counts:
+    """The weights and states of the layers of the model with this config."""
     key = config.to_json_string(use_diff=False)
     if key not in KNOWN:
-        KNOWN[key] = _count_active_weights(config)
+        KNOWN[key] = _count_layers(config)
     return KNOWN[key]
 
 
-def _count_active_weights(config: PretrainedConfig) -> int:
+def _count_layers(config: PretrainedConfig) -> Counts:
     is_trusted = type(config).__module__.startswith("transformers_modules.")      # its code came with the model
     own_config = config.from_dict(config.to_dict())                                 # from_config changes it
     with torch.device("meta"):
@@ -169,7 +183,8 @@ def _count_active_weights(config: PretrainedConfig) -> int:
                 count += weight.numel()
             else:                                               # experts [experts, rows, columns]
                 count += weight[0].numel() * config.get_text_config().num_experts_per_tok
-    return count
+    with_state = layers_with_state(model.get_decoder())
+    return Counts(count, sum(map(state_flops, with_state)), bool(with_state))
 
 
 def _pairs(length: np.ndarray, window: float) -> np.ndarray:

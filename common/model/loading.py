@@ -3,7 +3,6 @@
 import importlib.util
 import logging
 import os
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,8 +18,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from common.flags.model import LoRAConfig, ModelConfig
 from common.forward.mixture import Mixture, use_float32_routers
 from common.forward.router_replay import routers_of
+from common.forward.states import separate_states
 from common.forward.vision import FAMILIES, auto_class
-from common.model.attention import choose_attention, separate_states, use_kernel
+from common.model.attention import choose_attention, use_kernel
 from common.model.flops import sequence_cost
 from common.model.lora import Reference, add_adapters, new_adapters
 from common.model.packing_check import check_packing, explain_failure
@@ -195,8 +195,7 @@ def load_policy(path: str, config: ModelConfig, world: World, weights: Weights =
         their_tensors = kept_tensors(weights.like.lm).values()
         for own, theirs in zip(own_tensors, their_tensors, strict=True):
             own.detach().copy_(theirs.detach())
-    score = partial(policy.score, temperature=1.0)
-    check_packing(score, path, hf_config, config.compute_dtype, world.device)
+    check_packing(policy, lambda batch: policy(batch, 1.0)[0], path, hf_config, config.compute_dtype, world.device)
     return policy
 
 
@@ -236,7 +235,7 @@ def load_critic(path: str, config: ModelConfig, world: World, weights: Weights =
     _read_in_turns(path, critic.backbone, tensors, world)
     head = critic.head.weight.detach().to_local()
     head.copy_(torch.linspace(-1, 1, hidden_size))              # with a head of zeros, no value could differ
-    check_packing(critic.score, path, hf_config, config.compute_dtype, world.device)
+    check_packing(critic, critic, path, hf_config, config.compute_dtype, world.device)
     head.copy_(first_head[shard_slice(critic.head.weight)])
     return critic
 
@@ -265,7 +264,9 @@ def _build(auto_class: type, path: str, hf_config: PretrainedConfig, config: Mod
         bias = module._buffers.get("e_score_correction_bias")
         if bias is not None:
             module._buffers["e_score_correction_bias"] = bias.float()
-    if separate_states(model.get_decoder()) and (config.share_prompt or config.sequence_parallel > 1):
+    with explain_failure(path, hf_config):
+        has_states = separate_states(model.get_decoder())
+    if has_states and (config.share_prompt or config.sequence_parallel > 1):
         raise ValueError(f"{path} has layers with a state: omit --policy.share-prompt and --policy.sequence-parallel")
     if config.freeze_vision:
         model.base_model.requires_grad_(False)

@@ -4,14 +4,16 @@ The oracle is each family's config.json as it was published for transformers 4, 
 """
 
 import json
+import math
 import shutil
 
 import pytest
 from transformers import AutoConfig, AutoTokenizer
 
 from common.checkpoint import older_readers
-from common.checkpoint.export import hf_files
+from common.checkpoint.export import hf_files, model_of
 from tests.conftest import MODEL
+from tests.model import families
 
 SIZES = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "bos_token_id": 1,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096, "eos_token_id": 2,
@@ -123,6 +125,17 @@ def test_old_keys_that_say_something_else_are_left_out():
     found = older_readers.with_old_keys(made, source, kind)
     assert {key: found[key] for key in found.keys() - made.keys()} == {
         "torch_dtype": "float16", "rope_theta": 5e5, "rope_scaling": None}
+
+
+def test_a_limit_of_infinity_is_read_and_stays():
+    """Of Mamba-2's time steps. JSON has no such number, and transformers 5 writes an object."""
+    config = families.config_of("granitemoehybrid")
+    made = json.loads(config.to_json_string(use_diff=False))
+    assert made["time_step_limit"] == [0.0, {"__float__": "Infinity"}]
+    found = older_readers.with_old_keys(made, made, type(config))
+    assert found["time_step_limit"] == made["time_step_limit"]
+    lm = model_of({"config.json": json.dumps(found).encode()})
+    assert tuple(lm.config.time_step_limit) == (0.0, math.inf)
 
 
 def test_files_of_the_tokenizer_stay_as_they_are(published, tmp_path):

@@ -125,12 +125,11 @@ def once_for_a_model(check_packing):
     """Not again by each job: three forward passes of a layout are a second here."""
     seen = set()
 
-    def check(score, path, hf_config, compute_dtype, device):
-        model = getattr(score, "func", score).__self__                  # a policy's is a partial
+    def check(model, forward, path, hf_config, compute_dtype, device):
         key = (path, compute_dtype, type(model), model.share_prompt)
         if key not in seen:
             seen.add(key)
-            check_packing(score, path, hf_config, compute_dtype, device)
+            check_packing(model, forward, path, hf_config, compute_dtype, device)
 
     return check
 

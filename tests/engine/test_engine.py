@@ -19,7 +19,7 @@ from common.batch import Batch
 from common.dataset.store import load_prompts
 from common.engine import extra as arguments
 from common.engine.base import EngineSetup, RolloutConfig, SamplingConfig, validation_sampling
-from common.engine.make import check_rollout, check_vllm, make_engine, stop_tokens
+from common.engine.make import check_rollout, check_states, check_vllm, make_engine, stop_tokens
 from common.metrics import Meter
 from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig, Policy
@@ -30,6 +30,7 @@ from tests.conftest import FAST_DTYPE, TRAIN
 from tests.engine.engine_models import make_model
 from tests.engine.episode_runs import Runs, make_prompt
 from tests.generate import generate
+from tests.model import families
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("frozen_imports")]
 SAMPLING = SamplingConfig(temperature=1.0, max_response_length=12)
@@ -592,6 +593,20 @@ def test_vllm_that_reads_no_images_is_refused(installed, has_torchvision, monkey
     check_vllm(RolloutConfig(), "qwen2")
     with pytest.raises(ValueError, match=rf"images need vLLM 0.32 \(here is {installed}\) and torchvision"):
         check_vllm(RolloutConfig(), "qwen2_5_vl")
+
+
+@pytest.mark.parametrize(("family", "device", "message"), [
+    ("lfm2", "cpu", "vLLM's CPU build does not run a lfm2 model as the trainer does"),
+    ("kimi_linear", "cpu", "vLLM's CPU build does not run a kimi_linear model"),
+    ("lfm2_moe", "cuda", "vLLM's lfm2_moe takes experts under other names"),
+    ("lfm2", "cuda", None), ("nemotron_h", "cpu", None), ("llama", "cpu", None),
+])
+def test_states_that_vllm_computes_in_another_way_are_refused(family, device, message):
+    if message is None:
+        check_states(families.config_of(family), device)
+        return
+    with pytest.raises(ValueError, match=message + ".*: use --rollout.engine hf"):
+        check_states(families.config_of(family), device)
 
 
 @pytest.mark.parametrize("installed", ["0.26.0", "0.32.0+cu130"])

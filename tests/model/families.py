@@ -2,12 +2,14 @@
 
 `python -m tests.model.families [FAMILY...]` prints a table; with `--vllm`, vLLM's log-probs are in it too.
 
-The oracle is transformers' own model with eager attention, one sequence at a time, in float32. What is compared is the
-policy as `load_policy` makes it: log-probs of the sampled tokens, and the gradient of a weighted sum of them.
+The oracle is transformers' own model with eager attention, one sequence at a time, in float64. What is compared is the
+policy as `load_policy` makes it, in float32: log-probs of the sampled tokens, and the gradient of a weighted sum of
+them.
 """
 
 import argparse
 import math
+import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,10 +17,12 @@ from pathlib import Path
 import torch
 import transformers
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from common.batch import Batch
 from common.engine.base import SamplingConfig
+from common.forward import states
 from common.forward.adapted import are_experts
 from common.model.loading import ALL_TRAINED, Weights, load_policy
 from common.model.lora import LoRAConfig
@@ -37,6 +41,8 @@ EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
 GROUPS = {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}
 DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
          "layer_types": ["linear_attention", "full_attention"]}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_d_conv": 4,
+         "mamba_expand": 2, "mamba_chunk_size": 8}
 LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
           "num_key_value_heads": 4}
 
@@ -56,13 +62,34 @@ FAMILIES = {
     "qwen3_next": ("Qwen3NextConfig", HEAD | EXPERTS | DELTA | {
         "num_experts": 4, "shared_expert_intermediate_size": 32}),
     "qwen3_5_text": ("Qwen3_5TextConfig", HEAD | DELTA),
+    "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", HEAD | EXPERTS | DELTA | {
+        "num_experts": 4, "shared_expert_intermediate_size": 32}),
+    "olmo_hybrid": ("OlmoHybridConfig", DELTA | {"linear_conv_kernel_dim": 4}),
+    "kimi_linear": ("KimiLinearConfig", EXPERTS | LATENT | {
+        "layer_types": ["linear_attention", "full_attention"], "q_lora_rank": None, "linear_head_dim": 16,
+        "linear_num_heads": 4, "linear_conv_kernel_dim": 4, "num_local_experts": 4, "n_shared_experts": 1,
+        "mlp_layer_types": ["dense", "sparse"], "n_group": 1, "topk_group": 1}),
     "nemotron_h": ("NemotronHConfig", HEAD | {
         "layers_block_type": ["mamba", "attention", "mlp"], "mamba_num_heads": 8, "mamba_head_dim": 16,
         "ssm_state_size": 16, "n_groups": 2, "chunk_size": 8}),
+    "bamba": ("BambaConfig", MAMBA | {"attn_layer_indices": [1]}),
+    "granitemoehybrid": ("GraniteMoeHybridConfig", MAMBA | {
+        "layer_types": ["mamba", "attention"], "num_local_experts": 0, "shared_intermediate_size": 96,
+        "position_embedding_type": "rope"}),
+    "falcon_h1": ("FalconH1Config", MAMBA | HEAD | {"mamba_d_ssm": 128}),       # both in each layer
+    "zamba2": ("Zamba2Config", {
+        "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_ngroups": 2, "n_mamba_heads": 8,
+        "mamba_headdim": 16, "chunk_size": 8, "num_hidden_layers": 3, "hybrid_layer_ids": [1],
+        "layers_block_type": ["mamba", "hybrid", "mamba"], "num_mem_blocks": 1}),
     "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}),
+    "lfm2_moe": ("Lfm2MoeConfig", EXPERTS | {
+        "layer_types": ["conv", "full_attention"], "num_experts": 4, "num_dense_layers": 1}),
 }
 LAYERS_OF_THEIR_OWN = {"nemotron_h"}                                    # its list of blocks says how many
-WITH_STATE = {"qwen3_next", "qwen3_5_text", "nemotron_h", "lfm2"}       # they share no prompts
+DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear")
+REFUSED = {"zamba2"}                                                    # its blocks share weights
+STATE_SPACES = ("nemotron_h", "bamba", "granitemoehybrid", "falcon_h1", "zamba2")
+WITH_STATE = {*DELTA_NETS, *STATE_SPACES, "lfm2", "lfm2_moe"}           # they share no prompts
 
 
 @dataclass
@@ -90,6 +117,14 @@ class Found:
     """Whether transformers can divide the experts over ranks."""
     engines: dict[str, float] = field(default_factory=dict)
     """The largest difference of a sampled token's log-prob between an engine and the trainer."""
+
+
+def restore(monkeypatch, config: PretrainedConfig) -> None:
+    """Until the end of the test, what `separate_states` replaced in transformers' file of a family is as it was."""
+    modeling = sys.modules[AutoModelForCausalLM._model_mapping[type(config)].__module__]
+    for name in states.FUNCTIONS.keys() & vars(modeling).keys():
+        function = getattr(modeling, name)
+        monkeypatch.setattr(modeling, name, function.own if isinstance(function, states.Told) else function)
 
 
 def config_of(family: str) -> PretrainedConfig:
@@ -125,6 +160,17 @@ def make_batch() -> Batch:
 
     long, short = draw(9), draw(5)
     return Batch.build([long, long, short, long, short, [7]], [draw(n) for n in (14, 1, 7, 0, 3, 11)])
+
+
+class Float64(TorchFunctionMode):
+    """What asks for float32 gets float64: transformers computes norms, softmax and states in float32 by name."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.float:
+            function = torch.Tensor.double
+        args = [torch.float64 if x is torch.float32 else x for x in args]
+        kwargs = {name: torch.float64 if x is torch.float32 else x for name, x in (kwargs or {}).items()}
+        return function(*args, **kwargs)
 
 
 def one_by_one(model: torch.nn.Module, batch: Batch, upstream: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -171,8 +217,10 @@ def measure(family: str, folder: Path, world: World, engines: tuple[str, ...] = 
     except ValueError as error:
         return Found(refused=str(error).replace(path, "it"))
     upstream = torch.randn(len(batch.tokens), generator=torch.Generator().manual_seed(2))
-    oracle = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-    want_logp, want = one_by_one(oracle, batch, upstream)
+    kinds = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    oracle = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **kinds).double()
+    with Float64():
+        want_logp, want = one_by_one(oracle, batch, upstream.double())
     found = Found(spread=float(want_logp[batch.mask].std()))
     logp, gradient = packed(policy, batch, upstream)
     found.logp, found.gradient = largest(logp, want_logp), relative(gradient, want)

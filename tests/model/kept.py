@@ -5,6 +5,9 @@ from collections.abc import Callable
 import torch
 from transformers import AttentionInterface, AutoModelForCausalLM
 
+from common.batch import Batch
+from common.forward.sequence_parallel import make_row
+
 NUM_TOKENS = 16
 
 
@@ -26,10 +29,10 @@ AttentionInterface.register("kept", lambda module, query, key, value, mask=None,
     Attention.apply(query, key, value)[None], None))
 
 
-def kept_bytes(config, change: Callable = lambda model: None) -> float:
+def kept_bytes(config, change: Callable = lambda model: None, lengths: tuple[int, ...] = (NUM_TOKENS,)) -> float:
     """Bytes a token of all storages that autograd keeps of a bfloat16 model, weights aside. `change`: what is done to
-    the model before."""
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="kept")
+    the model before. `lengths`: of the sequences in its packed row."""
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="kept").eval()
     change(model)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     found = {}
@@ -38,8 +41,11 @@ def kept_bytes(config, change: Callable = lambda model: None) -> float:
         found[tensor.untyped_storage().data_ptr()] = tensor             # alive, so that no address is used twice
         return tensor
 
-    tokens = torch.randint(0, 50, (1, NUM_TOKENS))
+    batch = Batch.build([[1]] * len(lengths), [[2] * (n - 1) for n in lengths])
+    row = make_row(batch, False, None)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        out = model.base_model(input_ids=tokens, position_ids=torch.arange(NUM_TOKENS)[None], use_cache=False)
+        out = model.base_model(
+            input_ids=batch.tokens[None], position_ids=batch.position_ids[None], use_cache=False, **row.layout
+        )
     found.pop(out.last_hidden_state.untyped_storage().data_ptr(), None)
-    return sum(x.untyped_storage().nbytes() for address, x in found.items() if address not in weights) / NUM_TOKENS
+    return sum(x.untyped_storage().nbytes() for address, x in found.items() if address not in weights) / sum(lengths)

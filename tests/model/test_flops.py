@@ -57,13 +57,15 @@ def test_a_microbatch_costs_what_torch_counts(name, share_prompt):
     assert got > 1e5
 
 
-@pytest.mark.parametrize(("family", "num_layers", "width"), [
-    ("llama", 2, 32 + 32), ("qwen3_moe", 2, 32 + 32), ("deepseek_v3", 2, 24 + 16), ("qwen3_next", 1, 32 + 32),
-    ("qwen3_5_text", 1, 32 + 32), ("lfm2", 1, 16 + 16), ("nemotron_h", 1, 32 + 32),
+@pytest.mark.parametrize(("family", "num_layers", "width", "state"), [
+    ("llama", 2, 32 + 32, 0), ("qwen3_moe", 2, 32 + 32, 0), ("deepseek_v3", 2, 24 + 16, 0),
+    ("qwen3_next", 1, 32 + 32, 6 * 4 * 16 * 16), ("qwen3_5_text", 1, 32 + 32, 6 * 4 * 16 * 16),
+    ("lfm2", 1, 16 + 16, 0), ("nemotron_h", 1, 32 + 32, 4 * 8 * 16 * 16),
 ])
-def test_the_layers_of_a_family_cost_what_torch_counts(family, num_layers, width):
+def test_the_layers_of_a_family_cost_what_torch_counts(family, num_layers, width, state):
     """Of matrices, experts, routers and convolutions. `num_layers` have attention, with keys and values of `width`.
-    What a convolution multiplies before the first token does not depend on the length: two lengths are compared."""
+    `state`: by hand, products of each token with the states of heads [16, 16], three or two of 2 FLOPs a number. What a
+    convolution multiplies before the first token does not depend on the length: two lengths are compared."""
     config = config_of(family)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
     inner = {f"{type(model).__name__}.{name}" for name, module in model.named_modules() if "rotary" not in name and (
@@ -78,7 +80,7 @@ def test_the_layers_of_a_family_cost_what_torch_counts(family, num_layers, width
 
     attention = 2 * 4 * width * num_layers * (25 * 26 - 9 * 10) // 2                    # heads, pairs
     costs = sequence_cost([9, 25], config)
-    assert costs[1] - costs[0] == count(25) - count(9) + attention
+    assert costs[1] - costs[0] == count(25) - count(9) + attention + state * (25 - 9)
     assert count(25) > 2 * count(9) > 1e5
 
 

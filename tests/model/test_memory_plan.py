@@ -21,7 +21,10 @@ from transformers import (
 import ppo
 import sft
 from common.engine.base import RolloutConfig
+from common.forward import states
+from common.forward.states import separate_states
 from common.memory import plan as memory_plan
+from common.memory import sizes
 from common.memory.offload import OffloadConfig
 from common.memory.plan import GIB, MemoryPlan, Model
 from common.model.flops import context_length
@@ -31,6 +34,8 @@ from common.model.sharding import shard_dim
 from common.optim import OptimConfig
 from common.run import RunArgs
 from tests.conftest import save_tokenizer
+from tests.model import families
+from tests.model.families import restore
 from tests.model.kept import kept_bytes
 
 SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 208, "num_attention_heads": 8,
@@ -59,6 +64,47 @@ def test_bytes_kept_by_a_block_are_those_that_autograd_keeps(family):
     shallow, deep = (kept_bytes(build(**SIZES, **others, num_hidden_layers=n)) for n in (2, 4))
     model = Model(build(**SIZES, **others, num_hidden_layers=2), ModelConfig(liger=False), 1)
     assert model.kept_by_block(keys=0) == pytest.approx((deep - shallow) / 2, rel=0.02)
+
+
+STATES = {
+    "qwen3_5_text": {"linear_num_key_heads": 16, "linear_num_value_heads": 16, "linear_key_head_dim": 128,
+                     "linear_value_head_dim": 128, "layer_types": None},
+    "granitemoehybrid": {"mamba_n_heads": 32, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1,
+                         "layer_types": None},
+    "lfm2": {"layer_types": None},
+}
+WIDE = {"hidden_size": 1024, "intermediate_size": 3584, "num_attention_heads": 8, "shared_intermediate_size": 3584}
+
+
+def with_states(family: str, num_layers: int):
+    """So many layers with a state, and one with attention, of widths as in models below 1B."""
+    config = families.config_of(family).to_dict() | WIDE | STATES[family]
+    kind = "conv" if family == "lfm2" else "linear_attention"
+    config |= {"layer_types": [*[kind] * num_layers, "full_attention"], "num_hidden_layers": num_layers + 1}
+    return type(families.config_of(family)).from_dict(config)
+
+
+@pytest.mark.parametrize("family", STATES)
+def test_bytes_kept_by_a_layer_with_a_state_are_those_that_autograd_keeps(family, monkeypatch):
+    """In torch, without an empty place in a chunk. Without these bytes the plan would be of 20 to 30% of them."""
+    monkeypatch.setattr(sizes, "CHUNK_PADDING", 1.0)
+    restore(monkeypatch, with_states(family, 1))
+    fewer, more = (kept_bytes(with_states(family, n), lambda model: separate_states(model.get_decoder()), (128, 64, 64))
+                   for n in (1, 2))
+    model = Model(with_states(family, 1), ModelConfig(liger=False), 1)
+    (beside,) = model.kept_beside_blocks()
+    assert model.kept_by_block(keys=0) + beside == pytest.approx(more - fewer, rel=0.08)
+    tokens = 1000
+    with_one, with_two = (Model(with_states(family, n), ModelConfig(liger=False), 2).update(tokens, 0)["activations"]
+                          for n in (1, 2))
+    assert with_two - with_one == pytest.approx(tokens * (model.kept_by_block(keys=0) + beside), rel=0.05)
+
+
+def test_with_the_kernels_a_delta_net_keeps_less(monkeypatch):
+    """138 KB a token and block: what autograd kept of flash-linear-attention's kernels, run by Triton's interpreter."""
+    monkeypatch.setattr(states, "is_installed", lambda kernel: True)
+    model = Model(with_states("qwen3_5_text", 1), ModelConfig(liger=False), 1)
+    assert model.kept_by_block(keys=0) + max(model.kept_beside_blocks()) == pytest.approx(138e3, rel=0.06)
 
 
 # --------------------------------------------------------------------------- by hand

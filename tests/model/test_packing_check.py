@@ -21,9 +21,12 @@ from transformers import (
 )
 
 from common.batch import Batch
+from common.forward import states
 from common.model.loading import load_critic, load_policy
 from common.model.policy import ModelConfig
 from tests.conftest import launch
+from tests.model import families
+from tests.model.families import restore
 
 SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.2, "pad_token_id": 0}
@@ -65,13 +68,34 @@ def save(config, folder) -> str:
 @pytest.mark.parametrize("family", HYBRID)
 def test_a_model_whose_packed_sequences_see_each_other_is_refused(family, dtype, tmp_path, world, monkeypatch):
     monkeypatch.setattr("common.model.loading.separate_states", lambda decoder: False)
+    restore(monkeypatch, HYBRID[family])
     folder = save(HYBRID[family], tmp_path)
     with pytest.raises(ValueError, match=f"holds a {family} model in which packed sequences see each other"):
         load_policy(folder, ModelConfig(compute_dtype=dtype), world)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("family", "function"), [
+    ("qwen3_5_text", "torch_chunk_gated_delta_rule"), ("kimi_linear", "chunk_kimi_delta_attention"),
+    ("granitemoehybrid", "mamba2_chunk_scan"), ("nemotron_h", "mamba2_chunk_scan"), ("falcon_h1", "mamba2_chunk_scan"),
+    ("falcon_h1", "causal_conv1d_fn"),
+])
+def test_a_function_that_leaks_behind_others_that_do_not_is_refused(family, function, dtype, tmp_path, world,
+                                                                    monkeypatch):
+    """As a kernel would that is told nothing. The gradient finds the state of Mamba-2, where numbers differ by less
+    than bfloat16 rounds."""
+    restore(monkeypatch, families.config_of(family))
+    folder = families.save(families.config_of(family), tmp_path)
+    monkeypatch.delitem(states.FUNCTIONS, function)
+    with pytest.raises(ValueError, match="packed sequences see each other") as error:
+        load_policy(folder, ModelConfig(compute_dtype=dtype), world)
+    if function == "mamba2_chunk_scan" and dtype == "bfloat16":
+        assert "the gradient of a sequence with regard to another one's embeddings" in str(error.value)
+
+
 def test_a_critic_that_leaks_is_refused(tmp_path, world, monkeypatch):
     monkeypatch.setattr("common.model.loading.separate_states", lambda decoder: False)
+    restore(monkeypatch, HYBRID["bamba"])
     folder = save(HYBRID["bamba"], tmp_path)
     with pytest.raises(ValueError, match="holds a bamba model in which packed sequences see each other"):
         load_critic(folder, ModelConfig(compute_dtype="float32"), world)
@@ -115,8 +139,8 @@ def test_the_check_changes_nothing(tmp_path, world):
 
 def test_a_reward_model_is_checked_before_it_gets_its_head(tmp_path, world, monkeypatch):
     seen = []
-    monkeypatch.setattr("common.model.loading.check_packing", lambda score, *_: seen.append(
-        score(Batch.build([[3]], [[4, 5, 6]]))))
+    monkeypatch.setattr("common.model.loading.check_packing", lambda model, forward, *_: seen.append(
+        forward(Batch.build([[3]], [[4, 5, 6]]))))
     torch.manual_seed(0)
     LlamaForSequenceClassification(LlamaConfig(**SIZES, num_labels=1)).save_pretrained(tmp_path)
     critic = load_critic(str(tmp_path), ModelConfig(compute_dtype="float32"), world)
