@@ -129,9 +129,9 @@ class Engine:
         ends. Once `stop()` is true, responses may be unfinished."""
         self.begin(stop)
         responses = [request.response for request in requests]
-        for i, request in enumerate(requests):
-            if not request.response.finish_reason:
-                self._add_rest(i, request, sampling)
+        for i in self.order(requests):
+            if not requests[i].response.finish_reason:
+                self._add_rest(i, requests[i], sampling)
         while self.has_unfinished() and not self.stop():
             for i, part in self.step():
                 responses[i].extend(part, part.finish_reason)
@@ -155,6 +155,10 @@ class Engine:
         """Call before requests are added. `stop`: see `complete`; the first rank of an engine decides for all."""
         self.must_be(True, "asleep: call engine.wake(policy) first")
         self.stop = lambda: self.from_first_rank(stop())
+
+    def order(self, requests: Sequence[Request]) -> Sequence[int]:
+        """The numbers of the requests, in the order in which they are queued."""
+        return range(len(requests))
 
     def must_be(self, awake: bool, otherwise: str) -> None:
         """Raises RuntimeError, which names the call to make, where calls come in the wrong order."""

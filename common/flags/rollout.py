@@ -78,6 +78,10 @@ class RolloutConfig(EpisodeConfig, SamplingConfig):
     """Oldest a token may be when it is trained, in steps (weight syncs); the rollout waits for groups that would exceed
     it. 0: drop unfinished groups, which is oversampling and favours short responses. Needs --rollout.in-flight above
     1."""
+    drafts: int = 0
+    """Most tokens that are guessed of each response, from earlier responses, and checked in one pass of the engine. No
+    token depends on the guesses. Passes of many responses have none: at most 160 / (1 + drafts) responses. 0: none.
+    Needs --rollout.engine vllm."""
     max_num_seqs: int = 256
     """Maximum number of responses that one vLLM engine decodes at the same time. Only for --rollout.engine vllm or
     --rollout.episode."""
