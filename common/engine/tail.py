@@ -27,4 +27,4 @@ class Tail:
         """Of the engine with the longest tails. All ranks call it together."""
         seconds = all_max([self.seconds]).item()
         self.seconds = 0.0
-        return {"rollout/tail_s": seconds}
+        return {"timing_s/gen/tail": seconds}

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from common.parallel.ranks import all_sum
 from common.speculation.history import LONGEST, History
-from common.speculation.verify import V1_PARTS, V2_PARTS, check_vllm_parts, verify_v1, verify_v2
+from common.speculation.verify import V1_PARTS, V2_PARTS, check_vllm_parts, verify_v1, verify_v2, write_v2
 
 FREE_ROWS = 160
 """Most rows (responses times 1 + --rollout.drafts) of a pass with drafts. On a GPU the weights are read in the time in
@@ -158,14 +158,15 @@ class Drafts:
 
         self._count()
         requests = self.scheduler.running
+        ids = [request.request_id for request in requests]
         drafts: list[list[int]] = [[] for _ in requests]
         if len(requests) <= largest_batch(self.num_drafts):
             drafts = [self._draft_of(request) for request in requests]
             for request, draft in zip(requests, drafts):
                 self.running.append(Drafted(request, request.num_output_tokens, len(draft)))
             if not self.is_v1:
-                self._send_v2(requests, drafts)
-        return DraftTokenIds([request.request_id for request in requests], drafts)
+                write_v2(self.runner.req_states, ids, drafts)
+        return DraftTokenIds(ids, drafts)
 
     def _draft_of(self, request: Any) -> list[int]:
         most = min(self.num_drafts, request.max_tokens - request.num_output_tokens - 1)
@@ -186,19 +187,6 @@ class Drafts:
                 self.num_tokens += num_sampled
                 self.num_drafted += drafted.num_drafted
         self.running = []
-
-    def _send_v2(self, requests: Sequence[Any], drafts: Sequence[Sequence[int]]) -> None:
-        """V2's scheduler knows the length of each draft; its tokens are read on the GPU."""
-        states = self.runner.req_states
-        rows = []
-        tokens = []
-        for request, draft in zip(requests, drafts):
-            if draft:
-                rows.append(states.req_id_to_index[request.request_id])
-                tokens.append([*draft, *[0] * (self.num_drafts - len(draft))])
-        if rows:
-            device = states.draft_tokens.device
-            states.draft_tokens[torch.tensor(rows, device=device)] = torch.tensor(tokens, device=device)
 
     def metrics(self) -> dict[str, float]:
         """Of all engines since the last call, under SGLang's names. All ranks call it together."""

@@ -146,3 +146,17 @@ def verify_v2(target_logits: Tensor, draft_logits: Tensor | None, draft_sampled:
     # what was drafted for the place of a row's token is the input of the next row
     is_same = is_drafted & (tokens[rows[:, :-1]] == draft_sampled[rows[:, 1:]])
     return tokens[rows], (1 + is_same.cumprod(dim=1).sum(dim=1)).to(torch.int32)
+
+
+def write_v2(states: Any, requests: Sequence[str], drafts: Sequence[Sequence[int]]) -> None:
+    """The scheduler tells V2 how many tokens are drafted for each request. Which ones, it reads from its own state on
+    the GPU (vLLM's RequestState)."""
+    rows = []
+    tokens = []
+    for request, draft in zip(requests, drafts):
+        if draft:
+            rows.append(states.req_id_to_index[request])
+            tokens.append([*draft, *[0] * (states.draft_tokens.shape[1] - len(draft))])
+    if rows:
+        device = states.draft_tokens.device
+        states.draft_tokens[torch.tensor(rows, device=device)] = torch.tensor(tokens, device=device)
