@@ -20,7 +20,7 @@ from common.flags.rules import check_sampling
 from common.model.loading import read_config
 from common.model.policy import ModelConfig
 from common.speculation import drafts, verify
-from tests.conftest import VLLM, launch
+from tests.conftest import launch
 from tests.engine.engine_models import PROMPTS, make_model, perturb, start
 from tests.engine.episode_runs import Runs, make_prompt
 from tests.engine.in_flight_runs import Steps, carry
@@ -167,8 +167,9 @@ def test_an_aborted_response_is_the_beginning_of_itself(both):
     plain, drafted = both
     sampling = SamplingConfig(0.5, 40, stop_token_ids=ENDS)
     whole = generate(plain, MANY, range(len(MANY)), sampling)
+    ended: list[int] = []
     for _ in range(2):                                                  # the second time with a history
-        ended = []
+        ended.clear()
         stopped = generate(drafted, MANY, range(len(MANY)), sampling, lambda i, _: ended.append(i),
                            stop=lambda: len(ended) > 4)
         assert 5 <= len(ended) < len(MANY) and not drafted.drafts.begun
@@ -357,7 +358,8 @@ def test_where_drafts_cannot_be_they_are_refused(flags, message, model, world, m
     if "layer_types" in flags:
         hf_config.layer_types = flags.pop("layer_types")
     if "vllm" in flags:
-        monkeypatch.setattr("common.engine.make.vllm_versions", lambda found=flags.pop("vllm"): [found])
+        installed = [flags.pop("vllm")]
+        monkeypatch.setattr("common.engine.make.vllm_versions", lambda: installed)
     replay = flags.pop("router_replay", "none")
     config = RolloutConfig(max_response_length=40, **flags)
     if "extra" in flags:                                                # on a CPU that is refused in any case
