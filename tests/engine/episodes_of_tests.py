@@ -179,5 +179,6 @@ async def two_temperatures(chat, row):
     """Three replies, the second one with another temperature."""
     text = await chat.reply(max_tokens=20)
     for temperature in (0.9, None):
-        text = await chat.reply({"role": "user", "content": f"{len(text or '')}."}, max_tokens=20, temperature=temperature)
+        message = {"role": "user", "content": f"{len(text or '')}."}
+        text = await chat.reply(message, max_tokens=20, temperature=temperature)
     return sum(map(ord, text or "")) % 7

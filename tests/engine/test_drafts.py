@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from common.engine.base import EngineSetup, RolloutConfig, SamplingConfig
 from common.engine.make import check_rollout, make_engine
 from common.flags.rules import check_sampling
-from common.model.loading import read_config
+from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig
 from common.speculation import drafts, verify
 from tests.conftest import launch
@@ -369,3 +370,51 @@ def test_where_drafts_cannot_be_they_are_refused(flags, message, model, world, m
     if "must be" in message:
         with pytest.raises(ValueError, match=message):
             check_sampling(config)                                      # before torch is imported
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("temperature", "top_k"), [(1.0, 0), (0.7, 8)])
+def test_sequences_have_the_probabilities_of_transformers(temperature, top_k, world, tmp_path):
+    """A model of 64 tokens, all 64 ** 3 responses, 8,000 samples, drafts from their own history: chi-square, the
+    responses that are expected less than five times as one cell."""
+    V = 64
+    count = 8000
+    torch.manual_seed(3)
+    lm = LlamaForCausalLM(LlamaConfig(
+        vocab_size=V, hidden_size=128, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.2, eos_token_id=None,
+        bos_token_id=None))
+    lm.save_pretrained(tmp_path)
+    config = RolloutConfig(max_response_length=3, max_num_seqs=8, kv_cache_gb=0.1, drafts=2,
+                           extra='{"skip_tokenizer_init": true}')
+    model_config = ModelConfig(compute_dtype="float32")
+    engine = make_engine(EngineSetup(
+        str(tmp_path), read_config(str(tmp_path), model_config), config, model_config, world, [[1, 2]], [], 64, 0))
+    engine.wake(load_policy(str(tmp_path), model_config, world))
+    prompt = [1, 5, 2, 2, 7]
+    responses = generate(engine, [prompt] * count, range(count), SamplingConfig(temperature, 3, top_k=top_k))
+    rates = engine.sleep()
+    engine.close()
+
+    pairs = torch.cartesian_prod(torch.arange(V), torch.arange(V))                              # [V * V, 2]
+    inputs = torch.cat([torch.tensor([prompt]).expand(V * V, -1), pairs], dim=1)
+    with torch.no_grad():
+        logits = lm.double()(input_ids=inputs).logits[:, len(prompt) - 1 :] / temperature       # [V * V, 3, V]
+    if top_k:
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[..., -1:], -torch.inf)
+    first, second, third = logits.log_softmax(-1).view(V, V, 3, V).unbind(2)                    # [V, V, V] each
+    own = torch.stack([first[0, 0][:, None, None].expand(V, V, V), second[:, 0][:, :, None].expand(V, V, V), third])
+    tokens = torch.tensor([response.tokens for response in responses])                          # [count, 3]
+    reported = torch.tensor([response.logp for response in responses])
+    assert (own[:, *tokens.T].T - reported).abs().max() < 1e-4
+    expected = count * own.sum(0).exp().flatten()
+    assert expected.sum() == pytest.approx(count)
+    found = torch.bincount(tokens @ torch.tensor([V * V, V, 1]), minlength=V**3)
+    cells = expected >= 5
+    expected = torch.cat([expected[cells], expected[~cells].sum()[None]])
+    found = torch.cat([found[cells], found[~cells].sum()[None]])
+    statistic = ((found - expected) ** 2 / expected).sum()
+    degrees = torch.tensor(len(found) - 1, dtype=torch.float64)
+    p = float(torch.special.gammaincc(degrees / 2, statistic / 2))      # of a chi-square at least this large
+    print(f"T {temperature} top_k {top_k}: chi2 {statistic:.0f} of {degrees:.0f}, p {p:.2g}, {rates}")
+    assert p > 1e-3 and degrees > 50 and rates["rollout/spec_accept_rate"] > 0.1
