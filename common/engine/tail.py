@@ -11,17 +11,23 @@ class Tail:
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        self.num_unfinished = 0
         self.most = 0
 
     def begin(self) -> None:
         """A call begins, of `complete` or of episodes."""
-        self.most = 0
+        self.most = self.num_unfinished
 
-    def measure(self, num_unfinished: int, seconds: float) -> None:
-        """A pass of the engine took so long. It began with so many responses, those that wait included."""
-        self.most = max(self.most, num_unfinished)
-        if num_unfinished < SHARE * self.most:
+    def add(self) -> None:
+        """A response was queued."""
+        self.num_unfinished += 1
+        self.most = max(self.most, self.num_unfinished)
+
+    def step(self, seconds: float, num_ended: int) -> None:
+        """A pass of the engine took so long, and so many responses ended with it."""
+        if self.num_unfinished < SHARE * self.most:
             self.seconds += seconds
+        self.num_unfinished -= num_ended
 
     def metrics(self) -> dict[str, float]:
         """Of the engine with the longest tails. All ranks call it together."""

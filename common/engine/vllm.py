@@ -148,10 +148,14 @@ class VLLMEngine(Engine):
             # which groups end first depends on the drafts: a run that is resumed has those of its own rollout only
             self.drafts.history.clear()
 
-    def _sleep(self) -> dict[str, float]:
+    def measured(self) -> dict[str, float]:
         metrics = self.tail.metrics()
         if self.drafts is not None:
             metrics |= self.drafts.metrics()
+        return metrics
+
+    def _sleep(self) -> dict[str, float]:
+        metrics = self.measured()
         if self.on_cpu:
             return metrics
         self.llm.sleep(level=2)
@@ -196,6 +200,7 @@ class VLLMEngine(Engine):
             inputs["prompt_token_ids"] = images.engine_tokens(prompt)
             inputs["multi_modal_data"] = {"image": decode(images.files)}
         self.llm.llm_engine.add_request(str(request), inputs, params)
+        self.tail.add()
         if self.drafts is not None:
             self.drafts.begin(request, prompt)
 
@@ -203,16 +208,14 @@ class VLLMEngine(Engine):
         return self.llm.llm_engine.has_unfinished_requests()
 
     def step(self) -> Iterator[tuple[int, Response]]:
-        num_unfinished = self.llm.llm_engine.get_num_unfinished_requests()
         start = time.perf_counter()
-        outputs = self.llm.llm_engine.step()
-        self.tail.measure(num_unfinished, time.perf_counter() - start)
-        ended = [to_response(request, self.expert_layers) for request in outputs]
-        self._end_drafts(ended)
+        ended = [to_response(request, self.expert_layers) for request in self.llm.llm_engine.step()]
+        self._end(ended, time.perf_counter() - start)
         return iter(ended)
 
-    def _end_drafts(self, ended: Sequence[tuple[int, Response]]) -> None:
-        """Requests have ended, or were aborted: what they sampled may be drafted."""
+    def _end(self, ended: Sequence[tuple[int, Response]], seconds: float) -> None:
+        """Requests have ended with a pass that took so long, or were aborted. What they sampled may be drafted."""
+        self.tail.step(seconds, len(ended))
         if self.drafts is not None:
             for request, response in ended:
                 self.drafts.end(request, response.tokens)
@@ -230,7 +233,7 @@ class VLLMEngine(Engine):
         aborted = [outputs.request_states[i] for number in numbers for i in outputs.external_req_ids.get(number, ())]
         self.llm.llm_engine.abort_request(numbers)
         ended = [to_response(state.make_request_output([], None, FinishReason.ABORT, None)) for state in aborted]
-        self._end_drafts(ended)
+        self._end(ended, 0.0)
         return ended
 
     def close(self) -> None:

@@ -38,7 +38,7 @@ def model(tmp_path_factory) -> str:
                  marks=pytest.mark.sweep),
 ])
 def test_a_run_with_drafts_is_the_run_without(more, temperatures, model, tmp_path):
-    """The one with drafts is killed after step 6 and continues with an empty history."""
+    """The one with drafts is killed after step 6 and continues with an empty history, and shorter drafts."""
     flags = [*tiny_run(model, tmp_path), "--rollout.engine", "vllm", "--rollout.kv-cache-gb", "0.1",
              "--rollout.max-num-seqs", "8", "--save.every", "2", "--total-steps", str(TOTAL), "--eval-every", "5",
              "--log.rollouts-every", "1", "--rollout.temperature", str(temperatures[0]), "--eval-temperature",
@@ -48,7 +48,7 @@ def test_a_run_with_drafts_is_the_run_without(more, temperatures, model, tmp_pat
     assert start(log, "none", "grpo.py", *flags, "--run-dir", plain) == 0, log.read_text()[-6000:]
     flags += ["--rollout.drafts", "4", "--run-dir", drafted]
     assert start(log, "log after:6:0:kill", "grpo.py", *flags) == -signal.SIGKILL, log.read_text()[-6000:]
-    assert start(log, "none", "grpo.py", *flags) == 0, log.read_text()[-6000:]
+    assert start(log, "none", "grpo.py", *flags, "--rollout.drafts", "3") == 0, log.read_text()[-6000:]
     assert "resumed after step" in log.read_text()
 
     ours, theirs = numbers_of(drafted), numbers_of(plain)
