@@ -15,12 +15,14 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from common.engine.base import EngineSetup, RolloutConfig, SamplingConfig
+from common.engine.base import EngineSetup, Request, RolloutConfig, SamplingConfig
 from common.engine.make import check_rollout, make_engine
 from common.flags.rules import check_sampling
 from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig
+from common.prompts import Prompt
 from common.speculation import drafts, verify
+from envs.runtime.response import Response
 from tests.conftest import launch
 from tests.engine.engine_models import PROMPTS, make_model, perturb, start
 from tests.engine.episode_runs import Runs, make_prompt
@@ -208,6 +210,20 @@ def test_episodes_say_the_same(both, world):
     assert found[0] == found[1] == found[2]
     assert drafted.drafts.metrics()["rollout/spec_accept_rate"] > 0.5
     assert len(drafted.drafts.history.by_prompt) == 3                   # later turns are of the first one's prompt
+
+
+def test_a_response_that_continues_has_the_history_of_its_prompt(both, monkeypatch):
+    """Its first tokens, which are in the request's prompt, are not the prompt's."""
+    _, drafted = both
+    prompt = [100, 101, 102, 103, 104]
+    generate(drafted, [prompt], [1], SamplingConfig(1.0, 6))
+    (key,) = drafted.drafts.history.by_prompt
+    seen = []
+    monkeypatch.setattr(drafted.drafts.history, "guess", lambda *arguments: seen.append(arguments) or [])
+    begun = Request(Prompt(prompt, "", "", {}, []), 2, Response([7, 8, 9], [0.0] * 3, ""))
+    (response,) = drafted.complete([begun], SamplingConfig(1.0, 6))
+    # after the first of three more tokens there is room for one draft; of the last 8 tokens 4 are the prompt's
+    assert seen == [(key, [*prompt[1:], 7, 8, 9, response.tokens[3]], 4, 1)]
 
 
 @pytest.fixture(scope="module")
