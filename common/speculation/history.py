@@ -121,7 +121,8 @@ def continuation(texts: np.ndarray, context: np.ndarray, most: int, least: int =
     Matches shorter than `least` do not count."""
     if len(texts) < 2 or not len(context):
         return []
-    ends = np.flatnonzero((texts[:-1] == context[-1]) & (texts[1:] >= 0))  # last tokens of the matches
+    ends = np.flatnonzero(texts[:-1] == context[-1])  # last tokens of the matches
+    ends = ends[texts[ends + 1] >= 0]
     matched = 1
     while len(ends) and matched < len(context):
         longer = ends[ends >= matched]

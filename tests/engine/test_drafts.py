@@ -314,6 +314,7 @@ def on_v2() -> dict:
 
 def test_the_runner_for_gpus_keeps_what_it_samples(on_v2):
     """vLLM's Triton kernels in Triton's interpreter: tokens are those of one row after the other."""
+    assert on_v2["before"] == [True, False] and on_v2["after"] == [True, True]      # drafts keep vLLM's choice
     assert on_v2["replaced"] == [True, True]
     assert on_v2["same"]["different"] == 0
     assert 0.3 < on_v2["same"]["kept"] / on_v2["same"]["drafted"] < 0.8

@@ -3,7 +3,9 @@ TRITON_INTERPRET=1 on a CPU. Prints what it found as JSON."""
 
 import json
 import os
+import tempfile
 import types
+from pathlib import Path
 
 import torch
 
@@ -19,13 +21,15 @@ if os.environ.get("TRITON_INTERPRET"):  # vLLM's CPU build turns Triton off: its
     vllm.triton_utils.tl = tl
     vllm.triton_utils.tldevice = tldevice
 
+from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.input_batch import combine_sampled_and_draft_tokens
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
-from common.speculation.drafts import NoSpeculator, prepare_vllm
+from common.speculation.drafts import NoSpeculator, draft_options, prepare_vllm
 from common.speculation.verify import verify_v2, write_v2
+from tests.engine.engine_models import make_model
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
 V, N = 8, 3  # tokens of the vocabulary, and of the longest draft
@@ -103,9 +107,25 @@ def inputs_of_the_next_pass() -> list[int]:
     return inputs.tolist()
 
 
+def is_v2(folder: str) -> list[bool]:
+    """Whether vLLM's own configuration takes the V2 runner: without drafts, and with them."""
+    model = make_model("llama", True, Path(folder))
+    found = []
+    for options in ({}, draft_options(4, 64)):
+        config = EngineArgs(model, max_num_seqs=64, enforce_eager=True, **options).create_engine_config()
+        assert options == {} or not config.scheduler_config.async_scheduling
+        found.append(config.use_v2_model_runner)
+    return found
+
+
 def main() -> None:
-    prepare_vllm()
+    with tempfile.TemporaryDirectory() as folder:
+        before = is_v2(folder)
+        prepare_vllm()
+        after = is_v2(folder)
     print(json.dumps({
+        "before": before,
+        "after": after,
         "replaced": [model_runner.init_speculator is NoSpeculator, rejection_sampler.rejection_sample is verify_v2],
         "same": same_as_one_by_one(96),
         "inputs": inputs_of_the_next_pass(),
