@@ -30,8 +30,8 @@ class Begun:
     """What a request was added with."""
 
     key: int  # of its prompt in the history
-    tokens: list[int]
-    num_prompt: int  # of them: the others were sampled, or said by tools, in earlier requests
+    last: list[int]  # tokens of its end, at most LONGEST
+    num_prompt: int  # the first tokens of `last` that are the prompt's; negative if the prompt ends before them
 
 
 @dataclass
@@ -145,12 +145,13 @@ class Drafts:
     def begin(self, request: int, tokens: Sequence[int]) -> None:
         """A request was added with these tokens."""
         key, num_prompt = self.history.find(tokens)
-        self.begun[str(request)] = Begun(key, list(tokens), num_prompt)
+        last = list(tokens[-LONGEST:])
+        self.begun[str(request)] = Begun(key, last, num_prompt - (len(tokens) - len(last)))
 
     def end(self, request: int, tokens: Sequence[int]) -> None:
         """A request has ended, or was aborted, with these sampled tokens."""
         begun = self.begun.pop(str(request))
-        self.history.add(begun.key, begun.tokens, begun.num_prompt, tokens)
+        self.history.add(begun.key, begun.last, begun.num_prompt, tokens)
 
     def draft(self) -> Any:
         """vLLM's DraftTokenIds for the next pass."""
@@ -173,10 +174,10 @@ class Drafts:
         if most < 1 or not request.num_output_tokens:
             return []
         begun = self.begun[self.outputs.request_states[request.request_id].external_req_id]
-        # vLLM's prompt may be longer than the one that was added: it expands images
-        num_prompt = request.num_prompt_tokens - (len(begun.tokens) - begun.num_prompt)
         last = request.all_token_ids[-LONGEST:]
-        return self.history.guess(begun.key, last, num_prompt - (request.num_tokens - len(last)), most)
+        # counted from the end, because vLLM expands images in its prompt
+        num_prompt = begun.num_prompt - len(begun.last) - request.num_output_tokens + len(last)
+        return self.history.guess(begun.key, last, num_prompt, most)
 
     def _count(self) -> None:
         """What has become of the drafts before the last pass."""

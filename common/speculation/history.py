@@ -33,7 +33,6 @@ class History:
 
     def __init__(self, kept_bytes: int = KEPT_BYTES):
         self.kept_bytes = kept_bytes
-        self.num_bytes = 0
         self.clear()
 
     def clear(self) -> None:
@@ -59,8 +58,8 @@ class History:
         return known, num_prompt
 
     def add(self, key: int, before: Sequence[int], num_prompt: int, tokens: Sequence[int]) -> None:
-        """Keep what was sampled for the prompt `key`. `before`: all tokens before it, of which the first `num_prompt`
-        are the prompt's."""
+        """Keep what was sampled for the prompt `key`. `before`: the last tokens before it, at most LONGEST are looked
+        at, of which the first `num_prompt` (0 or less: none) are the prompt's."""
         begin = max(len(before) - LONGEST, 0)
         text = encode([*before[begin:], *tokens], num_prompt - begin)
         self.of_any = np.concatenate([self.of_any, text])[-ANY_TOKENS:]

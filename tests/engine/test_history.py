@@ -82,7 +82,8 @@ def test_guesses_are_those_of_a_slow_search(num_tokens):
             assert guess == fast.guess(key, last, num_prompt - (len(tokens) - len(last)), most)
             lengths[len(guess)] += 1
             response.append(guess[0] if guess and numbers.random() < 0.6 else numbers.randrange(num_tokens))
-        fast.add(key, before, num_prompt, response)
+        last = before[-LONGEST:]
+        fast.add(key, last, num_prompt - (len(before) - len(last)), response)
         slow.add(prompt, before, response)
     assert len(lengths) > 5 and min(lengths[n] for n in range(5)) > 5
 
