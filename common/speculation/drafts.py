@@ -138,8 +138,8 @@ class Drafts:
         self.num_tokens = 0  # that they sampled
         self.num_drafted = 0
         core.model_executor.take_draft_token_ids = self.draft
-        self.is_v1 = hasattr(self.runner, "input_batch")
-        if self.is_v1:
+        self.is_v2 = llm.llm_engine.vllm_config.use_v2_model_runner
+        if not self.is_v2:
             self.runner.rejection_sampler.forward = functools.partial(verify_v1, self.runner.sampler)
 
     def begin(self, request: int, tokens: Sequence[int]) -> None:
@@ -165,7 +165,7 @@ class Drafts:
             drafts = [self._draft_of(request) for request in requests]
             for request, draft in zip(requests, drafts):
                 self.running.append(Drafted(request, request.num_output_tokens, len(draft)))
-            if not self.is_v1:
+            if self.is_v2:
                 write_v2(self.runner.req_states, ids, drafts)
         return DraftTokenIds(ids, drafts)
 
