@@ -80,8 +80,8 @@ class RolloutConfig(EpisodeConfig, SamplingConfig):
     1."""
     drafts: int = 0
     """Most tokens that are guessed of each response, from earlier responses, and checked in one pass of the engine. No
-    token depends on the guesses. Passes of many responses have none: at most 160 / (1 + drafts) responses. 0: none.
-    Needs --rollout.engine vllm."""
+    token depends on the guesses; with --rollout.in-flight it depends on them which groups end first. Passes of many
+    responses have none: at most 160 / (1 + drafts) responses. 0: none. Needs --rollout.engine vllm."""
     max_num_seqs: int = 256
     """Maximum number of responses that one vLLM engine decodes at the same time. Only for --rollout.engine vllm or
     --rollout.episode."""
