@@ -137,7 +137,7 @@ def sample(run: Run, bridge: Bridge) -> None:
             continue                                            # the trainers have ended: nobody wants this rollout
         meter = Meter()
         bridge.send_share(responses_to_state(pending.collect(meter)))
-        made = {"metrics": meter.reduce(), "gen_s": gen_s}
+        made = {"metrics": meter.reduce() | engine.measured(), "gen_s": gen_s}
         bridge.send((made, int(all_max([run.watchdog.signal]))))    # of any sampler
 
 

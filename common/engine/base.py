@@ -130,9 +130,9 @@ class Engine:
         ends. Once `stop()` is true, responses may be unfinished."""
         self.begin(stop)
         responses = [request.response for request in requests]
-        for i, request in enumerate(requests):
-            if not request.response.finish_reason:
-                self._add_rest(i, request, sampling)
+        for i in self.order(requests):
+            if not requests[i].response.finish_reason:
+                self._add_rest(i, requests[i], sampling)
         while self.has_unfinished() and not self.stop():
             for i, part in self.step():
                 responses[i].extend(part, part.finish_reason)
@@ -156,6 +156,10 @@ class Engine:
         """Call before requests are added. `stop`: see `complete`; the first rank of an engine decides for all."""
         self.must_be(True, "asleep: call engine.wake(policy) first")
         self.stop = lambda: self.from_first_rank(stop())
+
+    def order(self, requests: Sequence[Request]) -> Sequence[int]:
+        """The numbers of the requests, in the order in which they are queued."""
+        return range(len(requests))
 
     def must_be(self, awake: bool, otherwise: str) -> None:
         """Raises RuntimeError, which names the call to make, where calls come in the wrong order."""
@@ -262,6 +266,10 @@ class Engine:
         """Allocate the memory of the cache, without entries that old weights computed."""
 
     def _sleep(self) -> dict[str, float]:
+        return self.measured()
+
+    def measured(self) -> dict[str, float]:
+        """What the engine has measured since the last call, the same on all of its side's ranks."""
         return {}
 
     def _load(self, tensors: Iterator[tuple[str, Tensor]], sent: dict[str, Checksum]) -> tuple[int, set[str]]:

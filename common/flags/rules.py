@@ -68,6 +68,8 @@ def check_sampling(config: RolloutConfig) -> None:
         if not 0 < top_p <= 1:
             raise ValueError(f"--rollout.{flag} {top_p} must be in (0, 1]")
     check_at_least(1, {"--rollout.max-response-length": config.max_response_length})
+    if not 0 <= config.drafts <= 16:
+        raise ValueError(f"--rollout.drafts {config.drafts} must be from 0 to 16: a pass has a row for each of them")
     given = f"--rollout.in-flight {config.in_flight:g}"
     if not 1 <= config.in_flight <= 2 or config.max_staleness < 0:
         raise ValueError(f"{given} must be from 1 to 2, so that what a step carries over fits into the next one, and "

@@ -59,7 +59,8 @@ class Episodes:
         if keep:
             self.end_kept(but=keys)
         waiting = [i for i, request in enumerate(requests) if not request.response.finish_reason]
-        waiting.sort(key=lambda i: (keys[i] not in self.kept, i), reverse=True)     # the last one starts first
+        place = {i: n for n, i in enumerate(engine.order(requests))}
+        waiting.sort(key=lambda i: (keys[i] not in self.kept, place[i]), reverse=True)      # the last one starts first
         running: dict[int, Episode] = {}
         while (running or waiting) and not engine.stop():
             while waiting and len(running) < self.config.episodes_at_once:

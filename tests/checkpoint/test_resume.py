@@ -254,6 +254,7 @@ EPISODES = ["--rollout.episode", f"{FILE}:long_talk", "--rollout.lockstep", "--r
 @pytest.mark.engine
 @pytest.mark.parametrize(("ranks", "script", "more", "faults"), [
     (1, "grpo.py", EPISODES, ["episode:70:0:kill", "episode:50:0:term"]),
+    (1, "grpo.py", ["--rollout.drafts", "4"], ["reward:3:0:term"]),     # what ends first depends on them
     pytest.param(1, "grpo.py", [], ["reward:3:0:term"], marks=pytest.mark.slow),
     pytest.param(2, "dapo.py", ["--keep-surplus", "--max-gen-batches", "3"], ["log after:3:0:kill"],
                  marks=pytest.mark.slow),

@@ -1,6 +1,6 @@
 """Tiny random models of every family that the engine tests sync, and the comparison with Hugging Face's own forward.
 
-Run under torchrun by test_sync.py: `engine_models.py RANK_TASK FOLDER MODEL...`, one engine of `--rollout.tp` 2.
+Run under torchrun by test_sync.py: `engine_models.py FOLDER DRAFTS MODEL...`, one engine of `--rollout.tp` 2.
 """
 
 import json
@@ -204,7 +204,9 @@ def verdict(model: str, world: ranks.World) -> str:
 
 if __name__ == "__main__":
     world = ranks.init()
-    out, *models = sys.argv[1:]
-    results = [round_trip(model, world, tp=2) | {"verdict": verdict(model, world)} for model in models]
+    out, drafts, *models = sys.argv[1:]
+    results = []
+    for model in models:
+        results.append(round_trip(model, world, tp=2, drafts=int(drafts)) | {"verdict": verdict(model, world)})
     Path(out, f"{world.rank}.json").write_text(json.dumps(results))
     ranks.shutdown()

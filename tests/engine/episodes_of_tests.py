@@ -173,3 +173,12 @@ async def one_reply(chat, row):
 async def greedy_or_not(chat, row):
     await chat.reply(temperature=0.0 if row["content"] == "cold" else None)
     return 1.0
+
+
+async def two_temperatures(chat, row):
+    """Three replies, the second one with another temperature."""
+    text = await chat.reply(max_tokens=20)
+    for temperature in (0.9, None):
+        message = {"role": "user", "content": f"{len(text or '')}."}
+        text = await chat.reply(message, max_tokens=20, temperature=temperature)
+    return sum(map(ord, text or "")) % 7

@@ -50,14 +50,28 @@ def samples(tokenizer, world, tmp_path_factory):
             with pytest.raises(ValueError, match=text):
                 check_rollout(replace(config, **flags), hf_config, world, 100, has_correction=True)
         engine = make_engine(EngineSetup(str(MODEL), hf_config, config, FLOAT32, world, [[5, 6, 7]], stops, 400, 0))
+        drafting = make_engine(EngineSetup(
+            str(MODEL), hf_config, replace(config, drafts=4), FLOAT32, world, [[5, 6, 7]], stops, 400, 0))
         assert engine.probe_every == 1                          # the step's own tokens are no probe
-        engine.wake(load_policy(str(MODEL), FLOAT32, world))
+        policy = load_policy(str(MODEL), FLOAT32, world)
+        prompts = [make_prompt(tokenizer, n) for n in range(3)]
+        drafting.wake(policy)
+        run = Runs(drafting, tokenizer, world, engine.stop_token_ids)
+        drafted = [run(f"{file}:colour", prompts, num_samples=4, lockstep=True) for _ in range(2)]
+        rate = drafting.drafts.metrics()["rollout/spec_accept_rate"]
+        engine.wake(policy)
         run = Runs(engine, tokenizer, world, engine.stop_token_ids)
-        found = run(f"{file}:colour", [make_prompt(tokenizer, n) for n in range(3)], num_samples=4)
+        found = run(f"{file}:colour", prompts, num_samples=4, lockstep=True)
         patch.delenv("AGENT_STRUCTURED")
         with pytest.raises(FlagError, match="needs the environment variable AGENT_STRUCTURED=constrain"):
             run(f"{file}:colour", [make_prompt(tokenizer, 0)])
         engine.close()
+        drafting.close()
+    for samples in drafted:                                     # no draft changes a reply under a grammar
+        assert [sample.response.tokens for sample in samples] == [sample.response.tokens for sample in found]
+        off = [abs(a - b) for x, y in zip(samples, found) for a, b in zip(x.response.logp, y.response.logp)]
+        assert max(off) < 1e-4
+    assert rate > 0.3
     return found
 
 

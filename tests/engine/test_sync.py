@@ -123,14 +123,15 @@ def test_hf_follows_every_family_and_comes_back(family, world, tmp_path):
     assert seen["after"] != seen["before"] == seen["again"]
 
 
-def test_two_ranks_are_one_engine(tmp_path):
+@pytest.mark.parametrize("drafts", [0, pytest.param(3, marks=pytest.mark.sweep)])
+def test_two_ranks_are_one_engine(drafts, tmp_path):
     """tp 2: both ranks return the same responses, which are right, and announce each as it ends. What
-    episodes say reaches both ranks at the same step."""
+    episodes say reaches both ranks at the same step. Both draft the same tokens, or they would wait for each other."""
     names = ("llama", "qwen3") if os.environ.get("ENGINE_FAMILIES") == "all" else ("qwen3",)
     models = [make_model(family, family == "llama", tmp_path) for family in names]
     before = {*os.listdir("/dev/shm")}                                  # also of other people's jobs
     with tempfile.TemporaryDirectory() as files:                        # the paths of sockets must be short
-        launch("tests/engine/engine_models.py", tmp_path, *models, ranks=2, warm=VLLM, env={"TMPDIR": files})
+        launch("tests/engine/engine_models.py", tmp_path, drafts, *models, ranks=2, warm=VLLM, env={"TMPDIR": files})
         left = [name for name in os.listdir(files) if not name.startswith("plainrl_")]     # they are just being removed
     left += [name for name in os.listdir("/dev/shm") if "cpushm" in name and name not in before]
     assert left == []

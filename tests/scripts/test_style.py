@@ -438,8 +438,9 @@ def test_what_is_over_a_ceiling_is_found():
     assert over_ceiling(sources | many) == {"common/engine": 1500}
 
 
-# Functions whose parameters somebody else decides: transformers' attention, and the fields of RewardConfig.
-MANY_PARAMETERS = {"packed_sdpa", "packed_varlen", "RewardPool.__init__"}
+# Functions whose parameters somebody else decides: transformers' attention, vLLM's verification of drafts, and the
+# fields of RewardConfig.
+MANY_PARAMETERS = {"packed_sdpa", "packed_varlen", "verify_v2", "RewardPool.__init__"}
 
 
 def with_many_parameters(sources: dict[str, str], most: int = 6) -> list[str]:
@@ -566,7 +567,8 @@ def test_an_import_circle_is_found():
 
 # The files and packages directly in common/, top first. A unit imports only units after it in this list, so no two of
 # them need each other. Scripts are above all, rewards/ and envs/ import nothing of common/.
-LAYERS = ["run", "training", "rollouts", "episodes", "tracking", "checkpoint", "engine", "dataset", "losses",
+LAYERS = ["run", "training", "rollouts", "episodes", "tracking", "checkpoint", "engine", "speculation",
+          "dataset", "losses",
           "correction", "rollout", "optim", "memory", "model", "forward", "kernels", "packing", "prompts", "metrics",
           "segments", "parallel", "batch", "layout", "source", "flags"]
 

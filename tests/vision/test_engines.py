@@ -55,3 +55,26 @@ def test_engine_and_trainer_agree_before_and_after_a_sync(model, prompts, world,
         assert sample(engine, prompts, policy, [900, placeholder, 901, placeholder, placeholder, 17]) < TOLERANCE
     engine.sleep()
     engine.close()
+
+
+@pytest.mark.sweep
+def test_no_draft_changes_a_response_to_an_image(model, prompts, world):
+    """Where vLLM's prompt is longer than the one that was asked for. The second time the responses are the history."""
+    without_torchvision()
+    policy = load_policy(model, FLOAT32, world)
+    policy.prompts = prompts
+    engines = []
+    found = []
+    for drafts in (0, 4):
+        config = RolloutConfig(engine="vllm", max_response_length=24, max_num_seqs=16, kv_cache_gb=0.1, drafts=drafts)
+        engine = make_engine(EngineSetup(
+            model, read_config(model, FLOAT32), config, FLOAT32, world, [p.tokens for p in prompts], [2], 512, 0))
+        engines.append(engine)
+        engine.wake(policy)
+        for _ in range(2):
+            requests = [Request(prompts[n % len(prompts)], n) for n in range(4 * len(prompts))]
+            found.append(engine.complete(requests, SamplingConfig(0.5, 20)))
+    assert found[0] == found[1] == found[2] == found[3]
+    assert engine.drafts.metrics()["rollout/spec_accept_length"] > 1.2
+    for engine in engines:
+        engine.close()
