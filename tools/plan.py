@@ -31,9 +31,9 @@ from common.engine import make
 from common.flags.model import ModelConfig
 from common.flags.rollout import RolloutConfig
 from common.flags.run import RunArgs
+from common.forward.attention import head_dims
 from common.memory.plan import FREE_BLOCKS, GIB, IN_PASSES, MAX_TOKENS, MemoryPlan, Model
 from common.model import loading
-from common.model.flops import head_dims
 from common.model.loading import read_config
 from common.parallel.ranks import SAMPLERS, World
 from common.run import Run

@@ -15,14 +15,21 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from common.dataset.images import Images
 from common.engine.base import Engine, EngineSetup, Request
 from common.engine.extra import most_sequences
 from common.engine.sync import Checksum, differing, held_checksums
 from common.engine.tail import Tail
+from common.engine.vllm_changes import (
+    check_routers,
+    pack_on_cpu,
+    quantize_on_load,
+    start_on_cpu,
+    unpack_on_cpu,
+    use_float32_routers,
+)
 from common.flags.rollout import SamplingConfig
 from common.memory.plan import GRAPHS_GB, RESERVED_GB
 from common.model.flops import count_layers
@@ -288,88 +295,3 @@ def gpu_share(trainer_gb: float, reserved_gb: float) -> float:
                          f"{reserved_gb:g} are reserved: nothing is left for the engine; use more GPUs, or "
                          "--offload.optimizer and --offload.params")
     return share
-
-
-@contextlib.contextmanager
-def quantize_on_load(layers: list[nn.Module], vllm_config: Any) -> Iterator[None]:
-    """While weights are loaded: these layers, which hold theirs quantised, take them as the trainer sends them, and
-    quantise them anew once they are complete. Without it, a load would write into the quantised weights."""
-    if not layers:
-        yield
-        return
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
-    with set_current_vllm_config(vllm_config):
-        for layer in layers:
-            initialize_layerwise_reload(layer)
-        yield
-        for layer in layers:
-            finalize_layerwise_reload(layer, vllm_config.model_config)
-
-
-@contextlib.contextmanager
-def start_on_cpu() -> Iterator[None]:
-    """While vLLM starts on CPUs: patches of vLLM 0.32.
-
-    It packs the weights of linear layers for its kernels and would remove the originals. They stay beside the packed
-    copies, so that a sync can write and read them. It names the shared memory of tensor-parallel ranks by rank number
-    alone, so a second job on the machine, or leftovers of a killed job, make the start fail. Without that memory the
-    ranks use the process group.
-
-    One patch stays: vLLM counts how many tokens are more probable than the sampled one. Nothing here reads that, and
-    torch would compile the kernel for it first, which takes 10 s and a C++ compiler."""
-    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
-    from vllm.model_executor.layers import utils
-
-    mock.patch("vllm.v1.sample.sampler.batched_count_greater_than", lambda logp, _: torch.zeros(len(logp))).start()
-    pack_layer = utils.dispatch_cpu_unquantized_gemm
-    keep_weights = mock.patch.object(
-        utils, "dispatch_cpu_unquantized_gemm", lambda layer, remove_weight: pack_layer(layer, remove_weight=False)
-    )
-    with keep_weights, mock.patch.object(CpuCommunicator, "_all_group_ranks_share_shm_group_name", return_value=False):
-        yield
-
-
-def use_float32_routers() -> None:
-    """--policy.router-float32, before vLLM starts, for all routers of this process: their weights stay in the dtype in
-    which they are sent, the product is computed in float32."""
-    try:
-        from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
-    except ImportError as error:
-        raise ValueError(f"--policy.router-float32: this vLLM has other routers than 0.32 ({error})") from None
-
-    def forward(self, x):
-        bias = None if self.bias is None else self.bias.float()
-        logits = F.linear(x.float(), self.weight.float(), bias)
-        return (logits, None) if self.return_bias else logits
-
-    mock.patch.object(GateLinear, "forward", forward).start()
-
-
-def check_routers(model: nn.Module, num_layers: int) -> None:
-    """Raise ValueError if vLLM's model has layers with experts whose routers are not computed in float32."""
-    found = [module for module in model.modules() if type(module).__name__ == "GateLinear"]
-    if len(found) != num_layers or not found:
-        raise ValueError(f"--policy.router-float32: vLLM's {type(model).__name__} has {num_layers} layers with experts "
-                         f"and {len(found)} routers that are known, leave it out")
-
-
-def unpack_on_cpu(model: nn.Module) -> None:
-    """Before a sync on CPUs: give convolutions, which are packed in the place of their weights, their own shape."""
-    for module in model.modules():
-        if "_cpu_unpacked_conv_weight" in vars(module):
-            module.weight.data = module._cpu_unpacked_conv_weight[:, None].clone()
-
-
-def pack_on_cpu(model: nn.Module) -> None:
-    """After a sync on CPUs: pack the weights of linear layers and convolutions, of the output head and of a mixture's
-    experts again."""
-    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-
-    for module in model.modules():
-        if "cpu_linear" in vars(module) or "_cpu_unpacked_conv_weight" in vars(module):
-            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
-        elif isinstance(getattr(module, "quant_method", None), UnquantizedFusedMoEMethod):
-            module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)

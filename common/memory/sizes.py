@@ -8,10 +8,11 @@ from transformers import PretrainedConfig
 
 from common.flags.model import LoRAConfig, ModelConfig
 from common.forward import states
+from common.forward.attention import head_dims
 from common.forward.states import layers_with_state, state_shape
 from common.forward.vision import auto_class
 from common.kernels import tile_shape
-from common.model.flops import count_layers, head_dims
+from common.model.flops import count_layers
 from common.model.loading import GIB, NO_ADAPTERS, uses_liger
 from common.model.lora import adapters_of, add_adapters
 from common.model.optimizers import WEIGHTS, block_size, uses_muon

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from common.batch import Batch
+from common.forward.attention import head_dims
 from common.forward.states import layers_with_state, state_flops
 from common.forward.vision import FAMILIES, auto_class, placeholders
 from common.parallel.ranks import all_sum
@@ -191,14 +192,3 @@ def _pairs(length: np.ndarray, window: float) -> np.ndarray:
     """Pairs of a query and a key at most `window - 1` tokens before it, in sequences of these lengths: [S]."""
     near = np.minimum(length, window)
     return near * (near + 1) / 2 + (length - near) * near
-
-
-def head_dims(config: PretrainedConfig) -> tuple[int, int]:
-    """The width of a head's queries and keys, and of its values."""
-    fields = config.to_dict()
-    if "kv_lora_rank" in fields:                                                    # latent attention
-        return config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
-    width = fields.get("head_dim")
-    if not width:
-        width = config.hidden_size // config.num_attention_heads
-    return width, width

@@ -26,12 +26,14 @@ def gathered_by_block(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[st
             following.remove(block)
             for module in block:
                 module.unshard()  # waits for it, where it was started
-            for module in following[0] if following else ():
+        if block and following:
+            for module in following[0]:
                 module.unshard(async_op=True)
         for name in of_block:
             yield name, copy_of(model.get_parameter(name).detach(), dtype)
-        for module in block or ():
-            module.reshard()
+        if block:
+            for module in block:
+                module.reshard()
 
 
 def blocks_of(model: nn.Module) -> dict[str, tuple[FSDPModule, ...]]:

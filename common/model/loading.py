@@ -16,11 +16,11 @@ from transformers.integrations.liger import apply_liger_kernel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from common.flags.model import LoRAConfig, ModelConfig
+from common.forward.attention import choose_attention, use_kernel
 from common.forward.mixture import Mixture, use_float32_routers
 from common.forward.router_replay import routers_of
 from common.forward.states import separate_states
 from common.forward.vision import FAMILIES, auto_class
-from common.model.attention import choose_attention, use_kernel
 from common.model.flops import sequence_cost
 from common.model.lora import Reference, add_adapters, new_adapters
 from common.model.packing_check import check_packing, explain_failure

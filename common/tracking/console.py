@@ -10,7 +10,7 @@ import torch
 from transformers import PretrainedConfig
 
 from common.flags.model import ModelConfig
-from common.model.attention import choose_attention, kernel_in_use
+from common.forward.attention import choose_attention, kernel_in_use
 from common.model.loading import uses_liger
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-import common.model.attention  # noqa: F401 - transformers knows packed_sdpa then
+import common.forward.attention  # noqa: F401 - transformers knows packed_sdpa then
 from common.batch import Batch
 from common.forward.sequence_parallel import make_row
 from common.forward.states import for_each_sequence, layers_with_state, separate_states

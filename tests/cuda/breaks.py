@@ -170,7 +170,7 @@ BREAKS = [
          "in a fork with autocast logits are rounded", KERNELS, STEP),
     ),
     *of(
-        "common/model/attention.py",
+        "common/forward/attention.py",
         ("window of tokens after", "window_size=(keys_before, 0)", "window_size=(keys_before, -1)",
          "tokens see later ones", ATTENTION + " -k hands_the_kernel", STEP),
         ("keys of a shared prompt", "if key_rows is not None:", "if False:", "the kernel reads beyond its keys", STEP),

@@ -28,7 +28,7 @@ def attend(device, dtype="bfloat16", key_dtype=None, head_dim=16, kv_heads=2, of
     """Two sequences through the kernel that `packed_varlen` calls, each setting as given."""
     import torch
 
-    from common.model.attention import FEWER_KEY_HEADS, varlen_attn
+    from common.forward.attention import FEWER_KEY_HEADS, varlen_attn
 
     device.capability = capability
     query = torch.ones(5, 4, head_dim, dtype=getattr(torch, dtype), device="cuda")

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from common.batch import Batch
-from common.model import attention
+from common.forward import attention
 from common.model.policy import ModelConfig, Policy
 from tests.conftest import launch
 from tests.cuda.fake_cuda import WHY_NOT

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-import common.model.attention  # noqa: F401  makes packed_sdpa known to transformers
+import common.forward.attention  # noqa: F401  makes packed_sdpa known to transformers
 from common.batch import Batch
 from common.model.policy import Policy
 from tests.conftest import launch

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from common.engine.base import Engine, EngineSetup, RolloutConfig, SamplingConfig
 from common.engine.make import make_engine
-from common.model.attention import choose_attention
+from common.forward.attention import choose_attention
 from common.model.policy import ModelConfig, Policy
 from common.parallel import ranks
 from tests.bench.bench_sync import measure_sync

@@ -31,9 +31,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 import grpo
 from common.batch import Batch
 from common.engine.base import RolloutConfig
+from common.forward.attention import packed_sdpa, packed_varlen
 from common.kernels import Head, linear_divergence, linear_logp
 from common.model import optimizers
-from common.model.attention import packed_sdpa, packed_varlen
 from common.model.flops import update_flops
 from common.model.loading import GIB, load_policy, read_config
 from common.model.optimizers import make_optimizer

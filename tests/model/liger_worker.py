@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.liger import apply_liger_kernel
 from triton.runtime import interpreter
 
-import common.model.attention  # noqa: F401  makes packed_sdpa known to transformers
+import common.forward.attention  # noqa: F401  makes packed_sdpa known to transformers
 from common.batch import Batch
 from common.memory.plan import Model
 from common.model.loading import LIGER_FAMILIES, LIGER_KERNELS

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from common.batch import Batch
-from common.model.attention import FEWER_KEY_HEADS, choose_attention, packed_sdpa, packed_varlen
+from common.forward.attention import FEWER_KEY_HEADS, choose_attention, packed_sdpa, packed_varlen
 from common.model.policy import ModelConfig, Policy
 from tests import oracles
 
@@ -199,7 +199,7 @@ def test_refusals():
 
 @pytest.mark.parametrize("has_flash_attn", [True, False])
 def test_choose_attention(monkeypatch, has_flash_attn):
-    monkeypatch.setattr("common.model.attention.is_flash_attn_2_available", lambda: has_flash_attn)
+    monkeypatch.setattr("common.forward.attention.is_flash_attn_2_available", lambda: has_flash_attn)
     config = {name: kind(**SIZES | extra) for name, (kind, extra) in CONFIGS.items()}
     default = ModelConfig()
     assert choose_attention("cpu", config["llama"], default) == "packed_sdpa"
@@ -321,7 +321,7 @@ def test_packed_varlen_hands_the_kernel_the_keys_of_a_shared_prompt(window, monk
             out.append(torch.tensor(heads, dtype=q.dtype).transpose(0, 1))
         return torch.cat(out)
 
-    monkeypatch.setattr("common.model.attention.varlen_attn", loop)
+    monkeypatch.setattr("common.forward.attention.varlen_attn", loop)
     torch.manual_seed(0)
     batch = Batch.build([[5, 6, 7]] * 3 + [[8, 9]] * 2, [[1, 2], [], [3], [4, 5, 6], [7]])
     shared = batch.shared_prompts

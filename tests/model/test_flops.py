@@ -6,7 +6,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen3MoeConfig
 
-import common.model.attention  # noqa: F401 - transformers knows packed_sdpa then
+import common.forward.attention  # noqa: F401 - transformers knows packed_sdpa then
 from common.batch import Batch
 from common.model.flops import microbatch_flops, sequence_cost
 from common.model.policy import Policy

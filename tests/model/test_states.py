@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, JambaConfig
 
-import common.model.attention  # noqa: F401 - transformers knows packed_sdpa then
+import common.forward.attention  # noqa: F401 - transformers knows packed_sdpa then
 from common.batch import Batch
 from common.forward import states
 from common.forward.sequence_parallel import make_row

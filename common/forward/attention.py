@@ -15,7 +15,6 @@ from transformers.utils import is_flash_attn_2_available
 from common.flags.model import ModelConfig
 from common.forward.sequence_parallel import gather_keys
 from common.forward.vision import FAMILIES
-from common.model.flops import head_dims
 
 FEWER_KEY_HEADS: dict[str, bool] = {}
 """Lets keys have fewer heads than queries; torch 2.11 needs no argument for it."""
@@ -158,6 +157,17 @@ def _take_keys(key: Tensor, value: Tensor, key_rows: Tensor | None = None, num_r
 AttentionInterface.register("packed_sdpa", packed_sdpa)
 AttentionInterface.register("packed_sinks", packed_sdpa)
 AttentionInterface.register("packed_varlen", packed_varlen)
+
+
+def head_dims(config: PretrainedConfig) -> tuple[int, int]:
+    """The width of a head's queries and keys, and of its values."""
+    fields = config.to_dict()
+    if "kv_lora_rank" in fields:                                                    # latent attention
+        return config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    width = fields.get("head_dim")
+    if not width:
+        width = config.hidden_size // config.num_attention_heads
+    return width, width
 
 
 def choose_attention(device: torch.device | str, hf_config: PretrainedConfig, config: ModelConfig) -> str:
