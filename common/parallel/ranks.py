@@ -140,9 +140,9 @@ def check_address(store: dist.Store, rank: int, size: int) -> None:
         other_name = store.get(f"machine_of_{other}").decode()
         if other_name != name:
             raise ValueError(
-                f"this machine's name {name} is {address} to itself, where {other_name} cannot reach it: set "
-                f"GLOO_SOCKET_IFNAME to the network interface between the machines (`ip -br address` lists them), "
-                f"or give the name its address in /etc/hosts"
+                f"this machine's name {name} is {address} to itself, where {other_name} cannot reach it: "
+                f"set GLOO_SOCKET_IFNAME to the network interface between the machines (`ip -br address` lists "
+                f"them), or give the name its address in /etc/hosts"
             )
 
 
