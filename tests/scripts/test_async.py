@@ -172,7 +172,7 @@ def test_a_signal_to_any_sampler_stops_the_run(flags, tmp_path):
 def test_no_rollout_finds_the_prefixes_of_a_validation(monkeypatch):
     """After engine.wake the cache is empty, also in grpo.py and in a run that continues after the validation."""
     seen = []
-    engine = SimpleNamespace(_wake_cache=lambda: seen.append("empty"))
+    engine = SimpleNamespace(_wake_cache=lambda: seen.append("empty"), measured=dict)
     pending = SimpleNamespace(collect=lambda meter: None)
     monkeypatch.setattr(async_grpo, "start_rollout", lambda source, request: seen.append(request.rows) or pending)
     monkeypatch.setattr(async_grpo, "responses_to_state", lambda rollout: b"")
