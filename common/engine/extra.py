@@ -15,6 +15,7 @@ DECIDED = {
     "trust_remote_code": "--policy.trust-remote-code", "max_num_seqs": "--rollout.max-num-seqs",
     "max_model_len": "--rollout.max-response-length and --data.max-prompt-length",
     "enable_return_routed_experts": "--policy.router-replay",
+    **dict.fromkeys(("distributed_timeout_seconds", "cpu_distributed_timeout_seconds"), "--save.timeout-s"),
 }
 """Arguments -> the flags that decide them."""
 ON_DEVICE = {
