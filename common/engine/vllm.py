@@ -81,6 +81,8 @@ class VLLMEngine(Engine):
             options |= {"mm_hasher_algorithm": "sha256", "mm_device_do_normalize": False}
         if count_layers(setup.hf_config).has_states:
             options["mamba_ssm_cache_dtype"] = "float32"  # as the trainer's states; "auto" is the compute dtype
+            if self.on_cpu:
+                options["enable_prefix_caching"] = False  # of states it needs chunked prefill, see below
         if constrains():
             # white space would be free otherwise, and a small model writes it until there is no room left
             options["structured_outputs_config"] = {"backend": "xgrammar", "disable_any_whitespace": True}
@@ -91,8 +93,6 @@ class VLLMEngine(Engine):
                 "kv_cache_memory_bytes": int(config.kv_cache_gb * 2**30),
                 # whole prompts only: the CPU build cannot rewind a response's generator after a partial prefill
                 "enable_chunked_prefill": False,
-                # states of prefixes are only kept with chunked prefill
-                "enable_prefix_caching": not count_layers(setup.hf_config).has_states,
                 "max_num_batched_tokens": max(setup.max_model_len, 2048),
             }
         else:
@@ -123,7 +123,7 @@ class VLLMEngine(Engine):
                 prepare_vllm()
             # the other kernels for mixtures keep the experts' weights in another order, which a sync does not write
             extra = ({} if self.on_cpu else {"moe_backend": "triton"}) | json_object("--rollout.extra", config.extra)
-            self.llm = LLM(**options, **extra)
+            self.llm = LLM(**options | extra)
         self.drafts = Drafts(config.drafts, self.llm) if config.drafts else None
         self.tail = Tail()
         self.model = self.llm.apply_model(lambda model: model)[0]  # it is in this process
