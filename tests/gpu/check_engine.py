@@ -12,8 +12,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import torch
@@ -21,6 +23,7 @@ import tyro
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from common.engine import sync
 from common.engine.base import Engine, EngineSetup, RolloutConfig, SamplingConfig
 from common.engine.make import make_engine
 from common.forward.attention import choose_attention
@@ -123,6 +126,7 @@ def measure(shape: str, args: Args) -> dict[str, float | str]:
             "sleep freed GiB": statistics.median(freed)}
     syncs = [measure_sync(engine, policy) for _ in range(5)][2:]  # the first two are slower
     row |= {f"sync {name}": statistics.median(x[name] for x in syncs) for name in ("sync_s", "gb_per_s", "ratio")}
+    row |= checksum_seconds(engine, policy)
     used = []
     for _ in range(args.cycles):
         policy.version += 1
@@ -146,6 +150,28 @@ def used_gb() -> float:
         return psutil.Process().memory_info().rss / 2**30
     free, total = torch.cuda.mem_get_info()
     return (total - free) / 2**30
+
+
+def checksum_seconds(engine: Engine, policy: Policy) -> dict[str, float]:
+    """Of all weights: with a wait for each, in blocks for a CPU's cache, and as a sync does it."""
+    weights = dict(policy.full_tensors(engine.dtype))
+
+    def seconds(work: Callable[[], object]) -> float:
+        work()
+        start = time.perf_counter()
+        work()
+        return time.perf_counter() - start
+
+    def one_by_one() -> None:
+        for name, weight in weights.items():
+            sync.as_numbers({name: sync.checksum(weight, engine.dtype)})
+
+    def together() -> None:
+        sync.as_numbers({name: sync.checksum(weight, engine.dtype) for name, weight in weights.items()})
+
+    with mock.patch.object(sync, "BLOCK", dict.fromkeys(sync.BLOCK, 2**20)):
+        before = seconds(one_by_one)
+    return {"checksums one by one s": before, "checksums s": seconds(together)}
 
 
 def speed(engine: Engine, asked: list[list[int]], max_tokens: int) -> dict[str, float]:

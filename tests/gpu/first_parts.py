@@ -383,17 +383,20 @@ def speed(args: argparse.Namespace) -> dict[str, Any]:
     world = ranks.init()
     path = str(args.work / args.model)
     hf_config = read_config(path, ModelConfig())
-    policy = load_policy(path, ModelConfig(), world)
+    policy = load_policy(path, ModelConfig(gradient_checkpointing=args.recomputed), world)
     optimizer = make_optimizer(policy, OptimConfig())
     length, sizes = (64, (256, 512)) if args.tiny else (2048, (8192, 32768))
+    if args.recomputed is not None and not args.tiny:
+        sizes = (8192, 16384)
     update(policy, optimizer, batch_of(sizes[0], length, hf_config.vocab_size, world.device))   # moments are made
     rows = []
     for tokens in sizes:
         batch = batch_of(tokens, length, hf_config.vocab_size, world.device)
-        planned = planned_gb(path, hf_config, tokens, length)
+        planned = planned_gb(path, hf_config, tokens, length, args.recomputed)
         works = {"log-probs": partial(policy.score, batch, 1.0), "update": partial(update, policy, optimizer, batch)}
         for phase, work in works.items():
-            row = {"model": args.model, "tokens": tokens, "phase": phase} | planned[phase]
+            row = {"model": args.model, "tokens": tokens, "phase": phase, "recomputed": args.recomputed}
+            row |= planned[phase]
             try:
                 row |= measured_gb(work, world.device)
                 seconds = seconds_of(work, world.device)
@@ -416,9 +419,11 @@ def speed(args: argparse.Namespace) -> dict[str, Any]:
     return found | {"sequences of": length, "rows": rows}
 
 
-def planned_gb(path: str, hf_config: Any, tokens: int, length: int) -> dict[str, dict[str, float]]:
+def planned_gb(path: str, hf_config: Any, tokens: int, length: int,
+               recomputed: float | None = None) -> dict[str, dict[str, float]]:
     """By phase, on one GPU, what `tools.plan` calculates of torch's memory."""
-    args = grpo.Args(path, ("",), data=DataConfig(max_prompt_length=length // 4),
+    policy = ModelConfig(gradient_checkpointing=recomputed)
+    args = grpo.Args(path, ("",), policy=policy, data=DataConfig(max_prompt_length=length // 4),
                      rollout=RolloutConfig(max_response_length=length - length // 4, enforce_eager=True))
     phases = Command(args, hf_config, 1, 80.0, tokens).phases()
     found = {}
@@ -513,6 +518,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder of the models")
     parser.add_argument("--model", choices=SHAPES, default="tiny")
     parser.add_argument("--run", type=Path, help="a run folder")
+    parser.add_argument("--recomputed", type=float, help="of speed: the share of the layers")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     print(json.dumps(PARTS[args.part](args)))

@@ -1,10 +1,10 @@
-"""Every causal language model of the installed transformers, as a tiny random one: does the trainer take it, and do packed
-sequences give transformers' own numbers?
+"""Every causal language model of the installed transformers, as a tiny random one: does the trainer take it, and do
+packed sequences give transformers' own numbers?
 
     python -m tests.model.scan_families [FAMILY...] --out tests/evidence/families.json
 
-Each family has a process of its own. Sizes are made small by the names that configs have for them; a family whose config
-or model cannot be made so is `not made`, and says nothing of the family. What is compared, and with what, is in
+Each family has a process of its own. Sizes are made small by the names that configs have for them; a family whose
+config or model cannot be made so is `not made`, and says nothing of the family. What is compared, and with what, is in
 tests/model/families.py, whose families have configs of their own and more columns.
 """
 
@@ -12,6 +12,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import resource
 import tempfile
 from collections import Counter
 from importlib.metadata import version
@@ -28,14 +29,18 @@ from common.model.policy import ModelConfig
 from common.parallel import ranks
 from tests.model import families
 
-SECONDS = 120
+SECONDS = 60
+LARGEST = 6 * 2**30
+"""Bytes that a family's process may have: a field that is not in SMALL may leave a model large."""
 SMALL: dict[str, Any] = families.SIZES | families.HEAD | {
-    "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "n_inner": 96, "d_model": 64, "n_heads": 4, "n_layers": 2,
-    "ffn_dim": 96, "ffn_hidden_size": 96, "word_embed_proj_dim": 64, "hidden_dim": 96, "num_layers": 2, "d_ff": 96,
+    "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "n_inner": 96, "d_model": 64, "n_heads": 4,
+    "n_layers": 2, "ffn_dim": 96, "ffn_hidden_size": 96, "word_embed_proj_dim": 64, "hidden_dim": 96, "num_layers": 2,
+    "d_ff": 96,
     "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 4, "n_routed_experts": 4,
     "num_local_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1,
     "topk_group": 1, "moe_num_experts": 4, "moe_k": 2, "sliding_window": 4, "multi_query": False, "embedding_size": 64,
-    "rotary_dim": 8, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+    "rotary_dim": 8, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
 }
 """Fields of configs, where a config has them."""
 RIGHT = 1e-4
@@ -58,7 +63,8 @@ def examine(family: str, folder: Path) -> dict[str, Any]:
     world = ranks.init()
     try:
         path = families.save(config_of(family), folder)
-        oracle = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+        kinds = {"dtype": torch.float32, "attn_implementation": "eager"}
+        oracle = transformers.AutoModelForCausalLM.from_pretrained(path, **kinds)
         batch = families.make_batch()
         upstream = torch.randn(len(batch.tokens), generator=torch.Generator().manual_seed(2))
         want_logp, want = families.one_by_one(oracle.eval(), batch, upstream)
@@ -87,21 +93,25 @@ def examine(family: str, folder: Path) -> dict[str, Any]:
 
 def in_a_process(family: str) -> dict[str, Any]:
     """`examine`, ended after SECONDS."""
-    ours, theirs = multiprocessing.Pipe()
+    ours, theirs = multiprocessing.Pipe(duplex=False)
     child = os.fork()
     if child == 0:
         torch.set_num_threads(1)
+        resource.setrlimit(resource.RLIMIT_DATA, (LARGEST, LARGEST))
         with tempfile.TemporaryDirectory() as folder:
             try:
                 theirs.send(examine(family, Path(folder)))
             except BaseException as error:
                 theirs.send({"result": "BROKEN", "why": f"{type(error).__name__}: {error}"[:250]})
         os._exit(0)
-    found = {"result": "BROKEN", "why": f"no answer in {SECONDS} s"}
-    if ours.poll(SECONDS):
-        found = ours.recv()
-    else:
-        os.kill(child, 9)
+    theirs.close()
+    found = {"result": "not made", "why": f"no answer in {SECONDS} s"}
+    try:
+        if ours.poll(SECONDS):
+            found = ours.recv()
+    except EOFError:
+        found = {"result": "not made", "why": "its process ended"}
+    os.kill(child, 9)
     os.waitpid(child, 0)
     return found
 
