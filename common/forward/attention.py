@@ -71,7 +71,8 @@ def packed_sdpa(
             ))
         else:
             out.append(_soft_capped(q, k, v, mask, softcap, scaling))
-    return torch.cat(out, dim=2).to(dtype).transpose(1, 2), None                        # [1, T, heads, D]
+    # [1, T, heads, D], which some families take a view of
+    return torch.cat(out, dim=2).to(dtype).transpose(1, 2).contiguous(), None
 
 
 def _causal_mask(new: int, length: int, window: int, device: torch.device) -> Tensor:
@@ -135,7 +136,7 @@ def packed_varlen(
         window_size=(keys_before, 0),                                                  # no key after it: causal
         **FEWER_KEY_HEADS,
     )
-    return out[None, :, :, :width], None
+    return out[None, :, :, :width].contiguous(), None
 
 
 def _take_keys(key: Tensor, value: Tensor, key_rows: Tensor | None = None, num_rows: int = 0,

@@ -12,7 +12,7 @@ from common.forward.attention import head_dims
 from common.forward.states import layers_with_state, state_shape
 from common.forward.vision import auto_class
 from common.kernels import tile_shape
-from common.model.flops import count_layers
+from common.model.flops import count_layers, experts_per_token
 from common.model.loading import GIB, NO_ADAPTERS, uses_liger
 from common.model.lora import adapters_of, add_adapters
 from common.model.optimizers import WEIGHTS, block_size, uses_muon
@@ -52,7 +52,7 @@ class Model:
         self.itemsize = getattr(torch, config.compute_dtype).itemsize
         self.is_fused = uses_liger(torch.device("cuda"), hf_config, config)
         entries = self.config.to_dict()
-        self.experts = entries.get("num_experts_per_tok") or 0          # that a token runs through
+        self.experts = experts_per_token(hf_config)
         self.router_probs = 0                           # bytes of the probabilities that the routers' loss keeps
         if config.router_aux_coef:
             self.router_probs = 4 * 2 * (entries.get("num_experts") or entries.get("num_local_experts") or 0)

@@ -28,6 +28,8 @@ class Counts(NamedTuple):
     has_states: bool  # convolutions, delta nets or state-space layers
 
 
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
+"""The names that configs have for it."""
 KNOWN: dict[str, Counts] = {}
 """The result of `count_layers` for each config."""
 
@@ -182,10 +184,19 @@ def _count_layers(config: PretrainedConfig) -> Counts:
             is_channelwise = weight.shape[1] == 1               # a convolution [channels, 1, width]
             if weight.ndim == 2 or is_channelwise:
                 count += weight.numel()
-            else:                                               # experts [experts, rows, columns]
-                count += weight[0].numel() * config.get_text_config().num_experts_per_tok
+            else:                                               # experts [experts, rows, columns], or diagonal blocks
+                count += weight[0].numel() * (experts_per_token(config) or len(weight))
     with_state = layers_with_state(model.get_decoder())
     return Counts(count, sum(map(state_flops, with_state)), bool(with_state))
+
+
+def experts_per_token(config: PretrainedConfig) -> int:
+    """How many experts of a layer a token runs through; 0: the model is no mixture."""
+    fields = config.get_text_config().to_dict()
+    found = [fields[name] for name in EXPERTS_PER_TOKEN if fields.get(name)]
+    if not found:
+        return 0
+    return int(np.max(found[0]))  # some have a number a layer
 
 
 def _pairs(length: np.ndarray, window: float) -> np.ndarray:
