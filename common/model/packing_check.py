@@ -70,9 +70,9 @@ def gradient_on_others(model: PackedModel, forward: Callable[[Batch], Tensor], b
         lambda layer, inputs, output: embedded.append(output.requires_grad_())
     )
     with torch.enable_grad():
-        numbers = forward(batch)
+        total = forward(batch)[batch.sequence_ids == 1].sum()
     hook.remove()
-    (gradient,) = torch.autograd.grad(numbers[batch.sequence_ids == 1].sum(), embedded)         # [1, t, H]
+    (gradient,) = torch.autograd.grad(total, embedded)                                          # [1, t, H]
     model.free_unsharded()
     row = make_row(batch, model.share_prompt, model.sequence_group)     # perhaps with three sequences of each rank
     is_other = row.batch.mask & (row.batch.sequence_ids % 3 != 1)                               # [T]

@@ -251,7 +251,7 @@ def test_cost_uses_the_text_part_and_refuses_the_unknown():
 
     nested = transformers.Gemma3Config(text_config=tiny("Gemma3TextConfig").to_dict())
     assert sequence_cost([9], nested) == sequence_cost([9], nested.text_config)
-    with pytest.raises(KeyError, match="chunked"):
+    with pytest.raises(ValueError, match="layers of the kind 'chunked_attention' can be neither counted nor sharded"):
         sequence_cost([9], transformers.Llama4TextConfig())
 
 

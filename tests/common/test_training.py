@@ -10,6 +10,7 @@ import torch
 
 from common.batch import Batch
 from common.checkpoint.manager import Checkpoints
+from common.flags.model import ModelConfig
 from common.metrics import Meter, Timer
 from common.optim import OptimConfig
 from common.tracking.phase import MAX_CHECKS, Phase
@@ -61,8 +62,9 @@ def test_the_looks_for_a_signal_are_bounded(count):
 def update_of(minibatches, name="update_actor") -> Phase:
     """A phase of a run of which nothing exists but what a phase asks for."""
     run = SimpleNamespace(
+        args=SimpleNamespace(policy=ModelConfig()),
         meter=Meter(), metrics={}, total_steps=1, world=SimpleNamespace(size=1), before_update=lambda model: None,
-        policy=SimpleNamespace(router_changed=None), checkpoints=Looks())
+        policy=SimpleNamespace(router_changed=None, reported={}, mixture=None), checkpoints=Looks())
     run.checkpoints.events = []
     phase = Phase(run, name, minibatches)
     phase.advance = lambda: None

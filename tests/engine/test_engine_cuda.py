@@ -7,7 +7,7 @@ import types
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from common.engine import vllm
 from common.engine.base import EngineSetup, RolloutConfig, SamplingConfig
@@ -107,7 +107,7 @@ def start(world, tmp_path, monkeypatch):
     monkeypatch.setattr("vllm.distributed.get_tp_group", lambda: group)
     model, engines = make_model("llama", False, tmp_path), []
 
-    def memory():
+    def memory(*_):
         used = engines[0].llm.used if engines and hasattr(engines[0], "llm") else 0
         return int((80 - used) * 2**30), 80 * 2**30
 
@@ -116,7 +116,8 @@ def start(world, tmp_path, monkeypatch):
     def make(trainer_gb=0.0, **flags):
         config, model_config = RolloutConfig(max_response_length=24, **flags), ModelConfig(compute_dtype="float32")
         engines.append(OnGPU.__new__(OnGPU))
-        setup = EngineSetup(model, None, config, model_config, world, PROMPTS[:2], [2], 128, 0, trainer_gb)
+        hf_config = AutoConfig.from_pretrained(model)
+        setup = EngineSetup(model, hf_config, config, model_config, world, PROMPTS[:2], [2], 128, 0, trainer_gb)
         engines[0].__init__(setup)
         return engines[0], load_policy(model, model_config, world)
 
@@ -278,7 +279,7 @@ def test_ranks_of_one_engine_have_one_seed(start, monkeypatch):
         config, model_config = RolloutConfig(tp=2), ModelConfig(compute_dtype="float32")
         world = World(rank, 4, torch.device("cuda", rank), mesh=None)
         with pytest.raises(KeyboardInterrupt):
-            VLLMEngine(EngineSetup("", None, config, model_config, world, PROMPTS[:2], [2], 128, 0))
+            VLLMEngine(EngineSetup("", LlamaConfig(), config, model_config, world, PROMPTS[:2], [2], 128, 0))
     assert seeds[0] == seeds[1] != seeds[2] == seeds[3]
 
 
