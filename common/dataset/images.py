@@ -151,6 +151,9 @@ def tokens_of_pictures(model: str) -> frozenset[int]:
 
 @cache
 def family_of(model: str) -> str | None:
+    """The `model_type` of a folder's or the hub's config; None: a tokenizer that was made by itself has no model."""
+    if not model:
+        return None
     return PretrainedConfig.get_config_dict(model)[0].get("model_type")
 
 

@@ -103,7 +103,7 @@ class VLLMEngine(Engine):
                 "enable_sleep_mode": True,
             }
         if config.drafts:
-            options |= draft_options(config.drafts, config.max_num_seqs)
+            options |= draft_options(config.drafts, options["max_num_seqs"])
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # CPUs have no Triton
         quiet = warnings.catch_warnings(action="ignore", category=FutureWarning)  # inside vLLM
         # LLM() edits LD_PRELOAD and LOCAL_WORLD_SIZE, on CPUs it replaces torch.set_num_threads, and with
