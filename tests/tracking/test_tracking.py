@@ -316,10 +316,11 @@ def test_progress_on_a_terminal_is_a_bar(tmp_path, monkeypatch):
                 time.sleep(0.005)                                       # the bar moves every 0.1 s
                 advance()
         terminal.flush()
-        shown = ""
-        while select.select([ours], [], [], 0.2)[0]:                    # a terminal hands over what it has, in pieces
-            shown += os.read(ours, 1 << 16).decode()
+        said = b""
+        while select.select([ours], [], [], 1.0)[0]:                    # a terminal hands over what it has, in pieces
+            said += os.read(ours, 1 << 16)                              # which may end inside a character
     os.close(ours)
+    shown = said.decode()
     assert "rollout:   0%" in shown and len(set(re.findall(r"\d+/64 ", shown))) > 2
     assert re.fullmatch(r" *", shown.split("\r")[-2])                    # and is wiped off in the end
 
