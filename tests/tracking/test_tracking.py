@@ -317,7 +317,9 @@ def test_progress_on_a_terminal_is_a_bar(tmp_path, monkeypatch):
                 advance()
         terminal.flush()
         said = b""
-        while select.select([ours], [], [], 1.0)[0]:                    # a terminal hands over what it has, in pieces
+        waiting = select.poll()                                         # select takes no file above 1,023
+        waiting.register(ours, select.POLLIN)
+        while waiting.poll(1000):                                       # a terminal hands over what it has, in pieces
             said += os.read(ours, 1 << 16)                              # which may end inside a character
     os.close(ours)
     shown = said.decode()
