@@ -18,8 +18,6 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
 from common.checkpoint.export import export
 from common.checkpoint.state import tensors_of
-from common.engine.base import EngineSetup, RolloutConfig
-from common.engine.make import make_engine
 from common.forward.adapted import adapt, are_experts, merge, names_of
 from common.memory.plan import Model
 from common.model.loading import Weights, load_policy, read_config
@@ -32,7 +30,7 @@ from tests.conftest import VOCAB, launch, save_tokenizer
 from tests.model.families import config_of
 from tests.model.families import save as save_family
 from tests.model.peft_worker import logits
-from tests.model.test_lora import BF16, FLOAT32, SITE, adapted, save, train_adapters
+from tests.model.test_lora import BF16, FLOAT32, SITE, adapted, check_engine_holds, save, train_adapters
 from tests.model.test_policy import make_batch
 from tests.rank_worker import STATE, checkpoints_of
 from tools import checkpoints
@@ -192,14 +190,7 @@ def test_trainer_engine_and_export_have_the_same_numbers(kind, config, world, tm
     assert torch.equal(before, load_policy(model, config, world, Weights(frozen=True)).score(batch, 0.7))
     assert (ours - before).abs().max() > 0.05                           # adapters matter
     if kind == "mixture":
-        rollout = RolloutConfig(engine="hf", max_response_length=8)
-        setup = EngineSetup(model, read_config(model, config), rollout, config, world, [[5, 6, 7]], [2], 32, 0)
-        engine = make_engine(setup)
-        engine.wake(policy)
-        engine.sleep()                                                  # raises if its log-probs were others
-        held = engine.model.state_dict()
-        exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto").state_dict()
-        assert all(torch.equal(held[name], tensor) for name, tensor in exported.items())
+        check_engine_holds(tmp_path / "model", model, policy, config, world)
 
 
 def config_file(policy, config: ModelConfig) -> dict[str, bytes]:

@@ -105,15 +105,19 @@ def test_trainer_engine_and_export_have_the_same_numbers(config, tiny_llama, wor
     ours, theirs = policy.score(batch, 0.7), merged.score(batch, 0.7)
     assert torch.equal(ours, theirs)
     assert (ours - load_policy(tiny_llama, config, world).score(batch, 0.7)).abs().max() > 0.1      # adapters matter
+    check_engine_holds(tmp_path / "model", tiny_llama, policy, config, world)
+
+
+def check_engine_holds(exported: Path, base: str, policy: Policy, config: ModelConfig, world) -> None:
+    """An engine of the base that the policy is sent to has the weights that were exported, to the bit."""
     rollout = RolloutConfig(engine="hf", max_response_length=8)
-    hf_config = read_config(tiny_llama, config)
-    setup = EngineSetup(tiny_llama, hf_config, rollout, config, world, [[5, 6, 7], [9, 10, 11]], [2], 32, 0)
+    setup = EngineSetup(base, read_config(base, config), rollout, config, world, [[5, 6, 7], [9, 10, 11]], [2], 32, 0)
     engine = make_engine(setup)
     engine.wake(policy)
     engine.sleep()                                                      # raises if its log-probs were others
     held = engine.model.state_dict()
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto").state_dict()
-    assert all(torch.equal(held[name], tensor) for name, tensor in exported.items())
+    weights = AutoModelForCausalLM.from_pretrained(exported, dtype="auto").state_dict()
+    assert all(torch.equal(held[name], tensor) for name, tensor in weights.items())
 
 
 def test_the_reference_is_the_policy_without_adapters(tiny_llama, world, tmp_path):

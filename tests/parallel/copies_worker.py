@@ -19,6 +19,7 @@ from common.model.policy import Critic, ModelConfig, PackedModel
 from common.optim import optimizer_step
 from common.parallel import ranks
 from common.rollout import Minibatch
+from tests.parallel.reduce_worker import main
 
 
 class Case(NamedTuple):
@@ -103,13 +104,5 @@ def run(case: Case, folder: str, world: ranks.World) -> dict:
     return {"each": each, "once": once, "again": again, "single": single, "refused": refused, "shares": shares}
 
 
-def main(folder: Path) -> None:
-    world = ranks.init()
-    todo = torch.load(folder / "todo.pt", weights_only=False)
-    found = {case: run(case, todo["models"][case.model], world) for case in todo["cases"]}
-    torch.save(found, folder / f"found_{world.rank}.pt")
-    ranks.shutdown()
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), run)

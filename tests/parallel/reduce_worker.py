@@ -1,6 +1,7 @@
 """Run by test_sharding.py: the bfloat16 gradients that ranks bring, and the means that they get."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -62,7 +63,8 @@ def gradient_of(case: Case, folder: str, world: ranks.World) -> dict[str, torch.
     return {name: parameter.grad.full_tensor() for name, parameter in policy.lm.named_parameters()}
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, run: Callable[..., dict]) -> None:
+    """`run` each case of FOLDER/todo.pt; what this rank found is in FOLDER/found_RANK.pt."""
     world = ranks.init()
     todo = torch.load(folder / "todo.pt", weights_only=False)
     found = {case: run(case, todo["models"][case.model], world) for case in todo["cases"]}
@@ -71,4 +73,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), run)

@@ -33,7 +33,8 @@ def on_two_ranks(models, tmp_path_factory) -> list[dict]:
 def test_the_gradient_does_not_depend_on_ranks_and_budgets(case, models, world, expected, on_two_ranks):
     with in_float64():
         found = [run(case, models[case.model], make_step(), world), *(of_rank[case] for of_rank in on_two_ranks)]
-    assert {num_microbatches > 1 for _, num_microbatches, _ in found[:1]} == {case.budget < 100}
+    _, num_microbatches, _ = found[0]                                   # on one rank
+    assert (num_microbatches > 1) == (case.budget < 100)
     errors = [relative_error(gradient, expected(case)) for gradient, *_ in found]
     print(f"\n{case}: worst relative gradient error {max(errors):.1e}")
     assert max(errors) < TOLERANCE
