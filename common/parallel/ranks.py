@@ -131,7 +131,7 @@ def check_address(store: dist.Store, rank: int, size: int) -> None:
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
     try:
-        address = socket.gethostbyname(name)
+        address = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]  # the first, as gloo
     except OSError:
         address = "127.0.0.1"  # gloo takes it for a name without an address
     if not ipaddress.ip_address(address).is_loopback:

@@ -1,5 +1,6 @@
 """What joining the ranks refuses, and how they leave."""
 
+import contextlib
 import os
 import re
 import socket
@@ -148,6 +149,31 @@ def test_a_machine_that_others_cannot_reach_is_named(tmp_path):
     assert "node1 is 127.0.0.1 to itself, where node0 cannot reach it" in second.stderr
     for done in on_two_machines(tmp_path, GLOO_SOCKET_IFNAME="lo"):
         assert (done.returncode, done.stdout) == (0, "sum 3\n"), done.stderr
+
+
+@pytest.mark.parametrize(("addresses", "is_refused"), [
+    (["10.0.0.3"], False), (["fd00::3"], False), (["fe80::3%eth0"], False), (["10.0.0.3", "127.0.0.1"], False),
+    (["127.0.0.1"], True), (["127.0.1.1"], True), (["::1"], True), (["127.0.1.1", "10.0.0.3"], True), ([], True),
+])
+@pytest.mark.parametrize("others", [["here", "there"], ["here", "here"]])
+def test_the_first_address_of_a_name_decides(addresses, is_refused, others, monkeypatch):
+    """gloo listens on it. Two torchruns on one machine reach each other there."""
+    def look_up(name, port, type):
+        if not addresses:
+            raise socket.gaierror(-2, "Name or service not known")
+        return [(None, type, 0, "", (address, 0)) for address in addresses]
+
+    monkeypatch.setattr(socket, "gethostname", lambda: "here")
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    store = ranks.dist.HashStore()
+    store.set("machine_of_1", others[1])
+    refused = contextlib.nullcontext()
+    if is_refused and others[1] == "there":
+        refused = pytest.raises(ValueError, match="to itself, where there cannot reach it: set GLOO_SOCKET_IFNAME")
+    with refused:
+        ranks.check_address(store, 0, 2)
 
 
 @pytest.mark.parametrize("timeout_s", [1.0, 3600.0, 0])
