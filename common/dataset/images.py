@@ -186,13 +186,18 @@ def with_markers(texts: Sequence[str], files: Sequence[Any], tokenizer: Any, is_
     special = special_tokens(tokenizer)
     family = family_of(tokenizer.name_or_path)
     whole = "".join(texts)
-    of_kind = {"image": [file for file in files if not is_given(file)], "video": [*filter(is_given, files)]}
-    has_videos = family in VIDEO_FAMILIES or bool(of_kind["video"])
-    kinds = ("image", "video") if has_videos else ("image",)
+    of_kind = {
+        "image": [file for file in files if not is_given(file)],
+        "video": [file for file in files if is_given(file)],
+    }
+    kinds = ["image"]
+    if family in VIDEO_FAMILIES or of_kind["video"]:
+        kinds.append("video")
     places = {}                                                         # some are special tokens of some tokenizers
     for kind in kinds:
         places[kind] = f"<{kind}>" if is_plain else special.guarded(f"<{kind}>")
-    if not files and not (family in FAMILIES and any(place in whole for place in places.values())):
+    asks_for_some = family in FAMILIES and any(place in whole for place in places.values())
+    if not files and not asks_for_some:
         return [*texts], []
     if of_kind["video"] and family not in VIDEO_FAMILIES:
         raise ValueError(f"there are videos, and {tokenizer.name_or_path} is a {family} model; "

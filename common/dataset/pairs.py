@@ -1,6 +1,5 @@
 """Preference rows: their two conversations, and which of the row's images each of these shows."""
 
-from itertools import islice
 from typing import Any
 
 from common.dataset.messages import check_turns, parse_messages
@@ -30,10 +29,12 @@ def images_of_pair(row: dict[str, Any]) -> list[list[Any]]:
     or, if they stood inside of the messages and so each column has its own, those of the prompt and of its column."""
     images = row["images"]
     inside = {}                                                         # column -> its own
-    left = iter(images)
+    first = 0
     for column in ("prompt", "chosen", "rejected"):
-        inside[column] = [*islice(left, num_places(row.get(column)))]
-    if sum(map(len, inside.values())) != sum(num_places(row.get(column)) for column in inside) or [*left]:
+        end = first + num_places(row.get(column))
+        inside[column] = images[first:end]
+        first = end
+    if first != len(images):                                            # the last `end`: as many as all places
         return [images, images]
     found = []
     for column, messages in zip(("chosen", "rejected"), parse_pair(row)):

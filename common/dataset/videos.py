@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Sequence
 from functools import cache
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +50,12 @@ def video_of(entry: Any) -> bytes:
                          f"files of videos are not read")
     if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps < 1000:
         raise ValueError(f"the fps of a video is {fps!r:.80}; must be a number of frames per second")
-    frames = [read(frame) for frame in given]
-    told = json.dumps({"fps": float(fps), "sizes": [*map(len, frames)]}).encode()
+    frames = [*map(read, given)]
+    about = {
+        "fps": float(fps),
+        "sizes": [*map(len, frames)],
+    }
+    told = json.dumps(about).encode()
     return MARK + told + b"\n" + b"".join(frames)
 
 
@@ -66,7 +70,14 @@ def frames_of(file: bytes) -> tuple[list[bytes], float]:
 
 def pictures_of(files: Sequence[bytes]) -> list[bytes]:
     """The files of images, and in place of each video those of its frames."""
-    return [*chain.from_iterable(frames_of(file)[0] if is_video(file) else [file] for file in files)]
+    found = []
+    for file in files:
+        if is_video(file):
+            frames, _ = frames_of(file)
+            found += frames
+        else:
+            found.append(file)
+    return found
 
 
 @cache
@@ -99,7 +110,8 @@ def size_of(family: str, model: str, num_frames: int, height: int, width: int) -
         most = settings.get("max_pixels") or most
         return smart_resize(height, width, factor, least, most)
     scale = max(1, factor / height, factor / width)
-    height, width = int(height * scale), int(width * scale)
+    height = int(height * scale)
+    width = int(width * scale)
     if max(height, width) > 200 * min(height, width):
         raise ValueError(f"frames of {height} x {width} pixels: a side may be 200 times the other at most")
     rounded = round(height / factor) * factor, round(width / factor) * factor
@@ -107,10 +119,16 @@ def size_of(family: str, model: str, num_frames: int, height: int, width: int) -
     num_pixels = num_counted * rounded[0] * rounded[1]
     if least <= num_pixels <= most:
         return rounded
-    limit = most if num_pixels > most else least
+    limit = least
+    cut = math.ceil
+    if num_pixels > most:
+        limit = most
+        cut = math.floor
     scale = math.sqrt(limit / (num_frames * height * width))
-    cut = math.floor if num_pixels > most else math.ceil
-    return max(factor, cut(height * scale / factor) * factor), max(factor, cut(width * scale / factor) * factor)
+    return (
+        max(factor, cut(height * scale / factor) * factor),
+        max(factor, cut(width * scale / factor) * factor),
+    )
 
 
 def video_inputs(file: bytes, family: str, model: str, processor: Any) -> tuple[list[int], dict[str, Tensor]]:
@@ -133,7 +151,10 @@ def video_inputs(file: bytes, family: str, model: str, processor: Any) -> tuple[
     patches = made["pixel_values"].view(len(frames) // 2, 2, rows * columns, 3, 2, side * side)
     pixels = patches[:, :, :, :, 0].permute(0, 2, 3, 1, 4).reshape(len(frames) // 2 * rows * columns, -1)
     grid = torch.tensor([[len(frames) // 2, rows, columns]])
-    inputs = {"pixel_values_videos": pixels, "video_grid_thw": grid}
+    inputs = {
+        "pixel_values_videos": pixels,
+        "video_grid_thw": grid,
+    }
     per_step = rows * columns // 4
     if family == "qwen2_5_vl":
         inputs["second_per_grid_ts"] = torch.tensor([2 / fps])

@@ -1,6 +1,7 @@
 """Checksums and log-probs, which show that the engine holds the trainer's weights."""
 
 from collections.abc import Mapping
+from functools import reduce
 
 import torch
 import torch.distributed as dist
@@ -32,16 +33,20 @@ def checksum(tensor: Tensor, dtype: torch.dtype) -> Checksum:
     blocks = tensor.detach().reshape(-1).split(BLOCK[tensor.device.type])
     # float64, which is exact up to 2**53 / 2**15 = 2**38 integers, is summed faster than int64
     totals = [block.to(dtype).view(torch.int16).sum(dtype=torch.float64) for block in blocks]
-    total = totals[0] if len(totals) == 1 else torch.stack(totals).sum()
-    return total, tensor.numel()
+    return reduce(torch.add, totals), tensor.numel()
 
 
 def as_numbers(checksums: Mapping[str, Checksum]) -> dict[str, tuple[int, int]]:
     """The sums as integers. The host waits for the device once for all of them."""
     if not checksums:
         return {}
-    sums = torch.stack([total for total, _ in checksums.values()]).tolist()
-    return {name: (int(total), numel) for total, (name, (_, numel)) in zip(sums, checksums.items())}
+    totals = []
+    lengths = []
+    for total, numel in checksums.values():
+        totals.append(total)
+        lengths.append(numel)
+    sums = map(int, torch.stack(totals).tolist())
+    return dict(zip(checksums, zip(sums, lengths)))
 
 
 def held_checksums(model: nn.Module, sent: dict[str, Checksum], dtype: torch.dtype) -> dict[str, Checksum]:

@@ -107,7 +107,9 @@ class Mixture:
         self.reported = {}
         if self.chosen:
             counts = torch.stack([count(chosen[self.rows], self.num_experts) for chosen in self.chosen])
-            self.counts = counts if self.counts is None else self.counts + counts
+            if self.counts is not None:
+                counts = counts + self.counts
+            self.counts = counts
         aux = torch.zeros_like(logp)
         entropy = torch.zeros_like(logp)
         for logits in self.logits:

@@ -16,8 +16,8 @@ from common.forward.router_replay import Router
 from common.forward.sequence_parallel import Row, make_row
 from common.forward.vision import hidden_with_images
 from common.kernels import Head, linear_logp
-from common.model.gather import gathered_by_block
 from common.model.lora import adapters_of, is_adapter, merge
+from common.parallel.gather import gathered_by_block
 from common.parallel.ranks import all_sum
 
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from common.checkpoint.state import load_parts, tensors_of
-from common.model.gather import gathered_by_block
 from common.model.loading import ALL_TRAINED, Weights, load_policy, read_config
 from common.model.lora import LoRAConfig, is_adapter
 from common.model.optimizers import make_optimizer
@@ -20,6 +19,7 @@ from common.model.policy import ModelConfig, Policy
 from common.model.sharding import local, shard_slice
 from common.optim import OptimConfig, optimizer_step
 from common.parallel import ranks
+from common.parallel.gather import gathered_by_block
 from tests.checkpoint import shards
 from tests.parallel.layout_worker import Step, gradient
 from tests.parallel.sequence_worker import config_of, in_float64
