@@ -54,19 +54,16 @@ def blocks_of(model: nn.Module) -> dict[str, Block]:
     its experts. Without those that no block holds."""
     found: dict[str, Block] = {}
     for prefix, module in model.named_modules():
-        if not isinstance(module, FSDPModule) or module is model:
-            continue
         weights = dict(module.named_parameters(prefix))
-        is_inside = not found.keys().isdisjoint(weights)
-        if is_inside or len(weights) < 2:
-            continue
         inner = [part for part in module.modules() if isinstance(part, FSDPModule)]
-        found |= dict.fromkeys(weights, tuple(inner))
+        is_block = module in inner and module is not model
+        is_inside = not found.keys().isdisjoint(weights)
+        if is_block and not is_inside and len(weights) > 1:
+            found |= dict.fromkeys(weights, tuple(inner))
     return found
 
 
 def copy_of(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """The whole weight in memory of its own: who iterates may keep it when FSDP2 frees the block's."""
-    if isinstance(weight, DTensor):
-        return weight.to(dtype).full_tensor()
-    return weight.to(dtype, copy=True)
+    copied = weight.to(dtype, copy=True)
+    return copied.full_tensor() if isinstance(copied, DTensor) else copied
