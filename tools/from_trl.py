@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from common.flags.record import PLACES
 from tools.terminal import quoted, visible
 from tools.trl_options import (
     ARGUMENTS,
@@ -433,7 +434,7 @@ def add_optimizer(new: Translation, updates: float) -> None:
         elif not targets:
             new.notes.append("--lora.targets: all linear layers here; peft's default depends on the model, often "
                              "q_proj and v_proj")
-    logs = [place for place in new.options.get("report_to", []) if place in ("wandb", "tensorboard")]
+    logs = [place for place in new.options.get("report_to", []) if place in PLACES]
     if logs:
         new.add("--log.to", *logs)
     if "gradient_checkpointing" not in new.options:

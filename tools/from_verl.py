@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import tyro
 
+from common.flags.record import PLACES
 from tools.flags import exit_with_error
 from tools.terminal import quoted, visible
 from tools.verl_keys import BASELINES, DEFAULTS, KL, LOSSES, NEEDLESS, SAME, SCRIPTS, SWITCHES, WITHOUT
@@ -122,8 +123,8 @@ def end(verl: Settings, ours: Translation) -> None:
 
 def drop_idle_flags(ours: Translation) -> None:
     """The scripts refuse flags that have no effect."""
-    if "wandb" not in ours.flags.get("--log.to", []) and ours.flags.pop("--log.wandb-project", None):
-        ours.needless["trainer.project_name"] = "it is a project of wandb, which is not in trainer.logger"
+    if not {"wandb", "trackio"} & {*ours.flags.get("--log.to", [])} and ours.flags.pop("--log.wandb-project", None):
+        ours.needless["trainer.project_name"] = "it is a project of wandb or Trackio, neither of which is in trainer.logger"
     is_constant = ours.flags.get("--optim.schedule", ["constant"]) == ["constant"]
     if is_constant and ours.flags.pop("--optim.min-lr-frac", None):
         prefix = "" if ours.script == "sft" else f"{ACTOR}."
@@ -585,11 +586,12 @@ def set_logs(verl: Settings, ours: Translation) -> None:
     name = verl.get("trainer.experiment_name", "gsm8k")
     ours.add("--run-dir", verl.get("trainer.default_local_dir", f"runs/{name}"))
     loggers = verl.items("trainer.logger")
-    if targets := [name for name in loggers if name in ("wandb", "tensorboard")]:
+    if targets := [name for name in loggers if name in PLACES]:
         ours.add("--log.to", *targets)
     for name in loggers:
-        if name not in ("wandb", "tensorboard", "console", "file"):
-            ours.without[f"trainer.logger={name}"] = "metrics go to the console, metrics.jsonl, wandb and TensorBoard"
+        if name not in (*PLACES, "console", "file"):
+            ours.without[f"trainer.logger={name}"] = \
+                "metrics go to the console, metrics.jsonl, wandb, TensorBoard and Trackio"
 
 
 def set_trainer(verl: Settings, ours: Translation) -> None:

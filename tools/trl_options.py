@@ -115,13 +115,13 @@ NEEDLESS = {
     "do_train": "a script trains", "do_eval": "--val-data decides",
     "dataset_train_split": "it is in the file's name", "dataset_test_split": "it is in the file's name",
     "dataset_config": "it is in the line that writes the file",
-    "project": "wandb's project is --log.wandb-project",
+    "project": "wandb's and Trackio's project is --log.wandb-project",
     "local_rollout_forward_batch_size": "micro-batches are filled up to --max-tokens-per-gpu",
     "per_device_eval_batch_size": "micro-batches are filled up to --max-tokens-per-gpu",
     "gradient_checkpointing_kwargs": "--policy.gradient-checkpointing is one number",
     "model_init_kwargs": "--policy.* has what a model is loaded with",
-    "report_to": "console and metrics.jsonl always; --log.to wandb tensorboard",
-    "trackio_space_id": "metrics are in metrics.jsonl; --log.to wandb tensorboard",
+    "report_to": "console and metrics.jsonl always; --log.to wandb tensorboard trackio",
+    "trackio_space_id": "--log.to trackio, with TRACKIO_SPACE_ID in the environment",
     "use_vllm": "vLLM samples by default; --rollout.engine hf",
 }
 EPISODES = "an environment is a file: --rollout.episode FILE (docs/environments.md); this command trains single turns"

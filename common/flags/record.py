@@ -3,7 +3,7 @@
 import importlib.util
 import os
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import tyro
 
@@ -47,13 +47,18 @@ class SaveConfig:
             raise ValueError(f"--save.best-metric {self.best_metric} needs --save.keep-best")
 
 
+Place = Literal["wandb", "tensorboard", "trackio"]
+PLACES = get_args(Place)
+
+
 @dataclass
 class LogConfig:
-    to: tuple[Literal["wandb", "tensorboard"], ...] = ()
+    to: tuple[Place, ...] = ()
     """Where metrics go in addition to the console and metrics.jsonl. wandb: without an account set
-    WANDB_MODE=offline. tensorboard: into RUN_DIR/tensorboard."""
+    WANDB_MODE=offline. tensorboard: into RUN_DIR/tensorboard. trackio: into its database on this machine, without an
+    account (`trackio show`; TRACKIO_DIR is its folder)."""
     wandb_project: str = "rl"
-    """Weights & Biases project. Needs --log.to wandb."""
+    """Project in Weights & Biases and in Trackio. Needs --log.to wandb or trackio."""
     rollouts_every: int = 5
     """Steps between files of responses, RUN_DIR/rollouts/step_000005.parquet. The first step and each validation
     (val_000010.parquet) have a file too. 0: no files."""

@@ -1,4 +1,4 @@
-"""What rank 0 records of a run: metrics (console, metrics.jsonl, wandb, TensorBoard), flags, state of each start."""
+"""What rank 0 records of a run: metrics (console, metrics.jsonl, wandb, TensorBoard, Trackio), flags, state of each start."""
 
 import dataclasses
 import json
@@ -37,6 +37,8 @@ class Tracker:
         self.wandb = None
         self.wandb_id = state.get("wandb_id")
         self.tensorboard = None
+        self.trackio = None
+        self.trackio_id = state.get("trackio_id")
         self.jsonl = self.run_dir / "metrics.jsonl"
         self.health = HealthCheck()
         if not self.is_main:
@@ -66,6 +68,9 @@ class Tracker:
                 for file in folder.glob("events.out.tfevents.*"):           # other files are the user's
                     file.unlink()
             self.tensorboard = SummaryWriter(str(folder), purge_step=purge_step)
+        if "trackio" in config.to:
+            self.trackio = self._start_trackio(config.wandb_project, flags)
+            self.trackio_id = self.trackio.id
 
     def log(self, step: int, metrics: dict[str, float], line: str) -> None:
         """`line` is the step's line on the console. Raises ValueError if another run has taken the folder."""
@@ -83,6 +88,25 @@ class Tracker:
             for name, value in metrics.items():
                 self.tensorboard.add_scalar(name, value, step)
             self.tensorboard.flush()                                        # a kill loses no step
+        if self.trackio is not None:
+            self.trackio.log(metrics, step=step)
+
+    def _start_trackio(self, project: str, flags: dict[str, Any]) -> Any:
+        """A new run of Trackio with all kept lines of metrics.jsonl, in place of that of the resumed start. Trackio can
+        neither drop steps later than a checkpoint nor be trusted to have those just before a kill. It finds runs by
+        name, which another folder may have too."""
+        import trackio
+
+        earlier = self.trackio_id
+        run = trackio.init(project=project, name=self.run_dir.name, config=flags, embed=False, auto_log_gpu=False,
+                           auto_log_cpu=False)
+        for row in map(json.loads, self.jsonl.read_bytes().splitlines()):
+            run.log({name: value for name, value in row.items() if name != "step"}, step=row["step"])
+        if earlier:
+            for other in trackio.Api().runs(project):                       # those of a server stay there
+                if other.id == earlier:
+                    other.delete()
+        return run
 
     def _drop_lines(self, known: int) -> None:
         """Keep the first `known` bytes of metrics.jsonl, those that the checkpoint knows, without damaged lines."""
@@ -111,13 +135,15 @@ class Tracker:
 
     def state_dict(self, step: int) -> dict[str, Any]:
         """The state that a resumed run needs after `step`, which has been logged."""
-        return {"step": step, "wandb_id": self.wandb_id, "size": self.jsonl.stat().st_size if self.is_main else 0}
+        return {"step": step, "wandb_id": self.wandb_id, "trackio_id": self.trackio_id, "size": self.jsonl.stat().st_size if self.is_main else 0}
 
     def close(self) -> None:
         if self.wandb is not None:
             self.wandb.finish()
         if self.tensorboard is not None:
             self.tensorboard.close()
+        if self.trackio is not None:
+            self.trackio.finish()
 
 
 def is_row(line: bytes) -> bool:

@@ -8,8 +8,10 @@ import os
 import pty
 import re
 import select
+import subprocess
 import sys
 import termios
+import textwrap
 import time
 from dataclasses import dataclass, field
 
@@ -24,7 +26,7 @@ from common.tracking.console import step_line
 from common.tracking.health import HealthCheck
 from common.tracking.logger import LogConfig, Tracker
 from common.tracking.step import peak_flops
-from tests.conftest import launch
+from tests.conftest import ROOT, launch
 from tests.rank_worker import fill_meter
 from tools.flags import exit_with_error
 from tools.model_source import read_adapter
@@ -181,7 +183,7 @@ def test_only_rank_0_writes(tmp_path, capsys):
     tracker = Tracker(LogConfig(), str(tmp_path / "run"), Args(), other, {})
     tracker.log(1, {"reward": 0.5}, "step one")
     tracker.close()
-    assert tracker.state_dict(1) == {"step": 1, "wandb_id": None, "size": 0}
+    assert tracker.state_dict(1) == {"step": 1, "wandb_id": None, "trackio_id": None, "size": 0}
     print_on_main(other, "hello")
     assert not (tmp_path / "run").exists()
     assert capsys.readouterr().out == ""
@@ -239,6 +241,51 @@ def test_tensorboard_of_a_resumed_run(tmp_path):
     assert scalars() == {}
 
 
+def test_trackio_of_a_resumed_run(tmp_path, monkeypatch):
+    """Read back from Trackio's database: killed in step 4, resumed after step 2, no step twice. A run of another folder
+    with the same name, and a run that starts anew, leave it as it is."""
+    pytest.importorskip("trackio", reason="trackio is not installed")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))        # read as it is imported
+    program = textwrap.dedent("""
+        import json, sys
+        from pathlib import Path
+        import trackio
+        from common.tracking.logger import LogConfig, Tracker
+        from tests.tracking.test_tracking import WORLD, ArgsWithSecret
+
+        folder, first, last, state = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
+        config = LogConfig(to=("trackio",), wandb_project="tests")
+        tracker = Tracker(config, str(folder), ArgsWithSecret(log=config), WORLD, state)
+        for step in range(first, last + 1):
+            tracker.log(step, {"critic/rewards/mean": step / 8, "val-core/a/acc/mean@4": float(first)}, "")
+            if step == 2:
+                print("STATE", json.dumps(tracker.state_dict(2)))
+        if "kill" in sys.argv:
+            import os
+            os._exit(1)
+        tracker.close()
+        for run in trackio.Api().runs("tests"):
+            rows = trackio.sqlite_storage.SQLiteStorage.get_logs("tests", run.name, run_id=run.id)
+            print("RUN", json.dumps([run.name, run.config["kwargs"],
+                                     [[r["step"], r["critic/rewards/mean"], r["val-core/a/acc/mean@4"]] for r in rows]]))
+    """)
+
+    def start(folder: str, *arguments) -> list:
+        """What it printed after STATE, or each RUN."""
+        command = [sys.executable, "-c", program, tmp_path / folder / "run", *map(str, arguments)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert "Traceback" not in done.stderr, done.stderr
+        word = "STATE" if "kill" in arguments else "RUN"
+        return [json.loads(line.removeprefix(word)) for line in done.stdout.splitlines() if line.startswith(word)]
+
+    secret, first = '{"api_key": "***"}', [[1, 0.125, 1.0], [2, 0.25, 1.0]]
+    assert start("other", 1, 1, "{}") == [["run", secret, first[:1]]]
+    (state,) = start("mine", 1, 4, "{}", "kill")
+    resumed = ["run", secret, first + [[3, 0.375, 3.0], [4, 0.5, 3.0]]]
+    assert sorted(start("mine", 3, 4, json.dumps(state))) == sorted([["run", secret, first[:1]], resumed])
+    assert len(start("mine", 1, 2, "{}")) == 3
+
+
 def test_tensorboard_is_rank_0s(tmp_path):
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     other = World(rank=1, size=2, device=torch.device("cpu"), mesh=None)
@@ -263,7 +310,7 @@ def test_rollouts_that_the_checkpoint_has_not_seen_are_dropped(tmp_path):
 
 def test_loggers_that_cannot_work_are_refused_at_once(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    for package in ("wandb", "tensorboard"):
+    for package in ("wandb", "tensorboard", "trackio"):
         with pytest.raises(ValueError, match=f"--log.to {package} needs the package {package}: pip install {package}"):
             LogConfig(to=(package,))
     LogConfig()
