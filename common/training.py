@@ -194,6 +194,7 @@ class Training(Models):
         self.checkpoints = Checkpoints(args, self.world, parts, self.hf_files, self.watchdog, self.models)
         state = self.checkpoints.resume()
         self.tracker = Tracker(args.log, args.run_dir, args, self.world, state.get("tracker", {}))
+        self.watchdog.on_phase = self.tracker.now.phase
         self.closing.callback(self.tracker.close)
         self.closing.callback(self.checkpoints.wait)
         self.first_step = state.get("step", 0)
@@ -217,6 +218,7 @@ class Training(Models):
             # a fork may draw from the global generators, also after a resume
             set_seed(ranks.seed_of(self.args.seed, step))
             self.step = step
+            self.tracker.now.step(step, self.total_steps)
             self.timer = self.checkpoints.timer  # it began when the step before was logged, and has timed its save
             self.meter = Meter()
             self.metrics = {}

@@ -123,8 +123,9 @@ def end(verl: Settings, ours: Translation) -> None:
 
 def drop_idle_flags(ours: Translation) -> None:
     """The scripts refuse flags that have no effect."""
-    if not {"wandb", "trackio"} & {*ours.flags.get("--log.to", [])} and ours.flags.pop("--log.wandb-project", None):
-        ours.needless["trainer.project_name"] = "it is a project of wandb or Trackio, neither of which is in trainer.logger"
+    has_project = {"wandb", "trackio"} & {*ours.flags.get("--log.to", [])}
+    if not has_project and ours.flags.pop("--log.wandb-project", None):
+        ours.needless["trainer.project_name"] = "no tracker with projects is in trainer.logger"
     is_constant = ours.flags.get("--optim.schedule", ["constant"]) == ["constant"]
     if is_constant and ours.flags.pop("--optim.min-lr-frac", None):
         prefix = "" if ours.script == "sft" else f"{ACTOR}."

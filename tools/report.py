@@ -2,7 +2,7 @@
 
     python -m tools.report runs/quickstart                                   # writes runs/quickstart/report.html
     python -m tools.report runs/a runs/b runs/c                              # any number of runs, in runs/a/report.html
-    python -m tools.report runs/a --serve                                    # a page that follows the run
+    python -m tools.report runs/a runs/b --watch                             # a page that follows the runs
     python -m tools.report runs/a runs/b --out curves.png                    # a picture
 """
 
@@ -24,7 +24,20 @@ import tyro
 
 from common.tracking.health import HealthCheck
 from tools.flags import exit_with_error
-from tools.runs import CLOCK, finite, read_flags, read_metrics, read_rollouts, series, thinned, to_json, version
+from tools.runs import (
+    CLOCK,
+    NOW,
+    finite,
+    has_steps,
+    read_flags,
+    read_metrics,
+    read_now,
+    read_rollouts,
+    series,
+    thinned,
+    to_json,
+    version,
+)
 
 PAGE = Path(__file__).parent / "page"
 MAX_WARNINGS = 200
@@ -39,11 +52,12 @@ class Args:
     """File to write: .html is the page, .png the picture; default: report.html in the first run's folder."""
     max_mb: float = 50.0
     """Most MB of rollouts in the page; beyond it every second recorded step is left out, until the rest fits."""
-    serve: bool = False
-    """Write no file: serve the page to this machine's browsers, and show new steps while the runs go on. From another
-    machine it is reached through `ssh -L 8000:localhost:8000`."""
+    watch: Annotated[bool, tyro.conf.arg(aliases=["--serve"])] = False
+    """Write no file: serve the page to this machine's browsers, and show what the runs do now (phase, tokens a second,
+    time left), their new steps and rollouts. From another machine it is reached through
+    `ssh -L 8000:localhost:8000`."""
     port: int = 8000
-    """Port of --serve."""
+    """Port of --watch."""
 
 
 def draw(runs: list[str], out: Path) -> None:
@@ -154,13 +168,14 @@ def page(data: dict[str, Any], connect: str) -> str:
     return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], template)
 
 
-def page_data(runs: list[str], max_mb: float) -> dict[str, Any]:
+def page_data(runs: list[str], max_mb: float, is_watched: bool = False) -> dict[str, Any]:
     """What page.js draws. A run's metrics have one value for each of its steps, null where it was not logged. A page
-    with a `version` asks its server for newer data."""
+    with a `version` asks its server for newer data. A run that is watched may not have finished a step."""
     shown, rollouts, prompts, now = [], [], {}, version(runs)
     last_names = [Path(run).resolve().name for run in runs]
     for number, (run, last_name) in enumerate(zip(runs, last_names)):
-        rows, health = read_metrics(run), HealthCheck()
+        has_begun = is_watched and (Path(run) / NOW).is_file() and not has_steps(run)
+        rows, health = [] if has_begun else read_metrics(run), HealthCheck()
         warnings = [line for row in rows for line in health.look(int(row["step"]), row)]
         rows, fewer = thinned(rows)
         names = sorted({name for row in rows for name in row} - {"step", CLOCK})
@@ -194,11 +209,12 @@ class Server(http.server.ThreadingHTTPServer):
             raise ValueError(f"--port {port}: {error.strerror}; choose another one, or 0 for any") from None
 
     def data(self) -> dict[str, Any]:
-        return page_data(self.runs, self.max_mb)
+        return page_data(self.runs, self.max_mb, is_watched=True)
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """`/` is the page, `/data?VERSION` its data, or an answer without any (204) if VERSION is the newest."""
+    """`/` is the page, `/data?VERSION` its data, or an answer without any (204) if VERSION is the newest; `/now` what
+    each run does at this moment."""
 
     server: Server
 
@@ -212,6 +228,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.end_headers()
         elif self.path.startswith("/data?"):
             self.answer("application/json", to_json(self.server.data()))
+        elif self.path == "/now":
+            self.answer("application/json", to_json([*map(read_now, self.server.runs)]))
         else:
             self.send_error(404)
 
@@ -239,9 +257,9 @@ def main(args: Args) -> None:
         raise ValueError(f"{out} is a link or no file, and is not replaced: --out FILE names another one")
     if out.is_dir() or (args.out and not out.parent.is_dir()):
         raise ValueError(f"--out {out} must be a file in a folder that is there")
-    if not args.serve:
+    if not args.watch:
         check_replaceable(out)
-    if args.serve:
+    if args.watch:
         server = Server(list(args.runs), args.max_mb, args.port)
         print(f"http://localhost:{server.server_port} until Ctrl-C", flush=True)
         server.serve_forever()
@@ -259,4 +277,4 @@ if __name__ == "__main__":
     except ValueError as error:
         exit_with_error(error)
     except KeyboardInterrupt:
-        pass                                                # the end of --serve
+        pass                                                # the end of --watch

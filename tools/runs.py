@@ -1,12 +1,15 @@
 """What runs left on disk, as tools/report.py shows it: metrics, flags, rollouts."""
 
 import base64
+import fcntl
 import gzip
 import hashlib
 import io
 import json
 import math
+import os
 import struct
+import time
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -18,6 +21,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from common.checkpoint.files import read_regular
+from common.checkpoint.own import FINISHED, LOCK
 from common.flags.secrets import redacted
 from envs.pictures import open_file
 from tools.terminal import visible
@@ -34,6 +38,10 @@ MAX_NOTES = 5
 AT_ONCE = 1_000_000
 """Bytes of a file that are read together, before their compression."""
 CLOCK = "clock"
+NOW = "now.json"
+OF_NOW = {"step": int, "total_steps": int, "done": int, "total": int, "phase": str, "phase_start": float,
+          "step_start": float, "step_s": float, "tokens_per_s": float}
+"""What the page shows of it."""
 NEEDED = {
     pa.types.is_integer: "step index group response_length",
     pa.types.is_floating: "reward advantage",
@@ -51,6 +59,40 @@ def read_metrics(run: str) -> list[dict[str, float]]:
     if rows := read_rows(path):
         return rows
     raise ValueError(f"{path} is empty: the run has not finished a step")
+
+
+def has_steps(run: str) -> bool:
+    path = Path(run) / "metrics.jsonl"
+    return path.is_file() and path.stat().st_size > 0
+
+
+def read_now(run: str) -> dict[str, Any]:
+    """What common/tracking/now.py wrote last, with `state`: "running", or "finished", or "stopped" (its process is
+    gone); `phase_s`, the seconds of the phase so far; `left_s`, those until the end of the run at the present pace.
+    Without what is not known, such as while a line is being written."""
+    folder = Path(run)
+    try:
+        found = json.loads(read_regular(folder / NOW).decode())
+        now = {name: found[name] for name, kind in OF_NOW.items() if type(found.get(name)) is kind}
+    except (OSError, ValueError, AttributeError, RecursionError):
+        now = {}
+    now["state"] = "running" if is_held(folder / LOCK) else "finished" if (folder / FINISHED).exists() else "stopped"
+    if now["state"] == "running" and "phase_start" in now:
+        now["phase_s"] = time.time() - now["phase_start"]
+    if now["state"] == "running" and {"step", "total_steps", "step_s", "step_start"} <= now.keys():
+        steps = now["total_steps"] - now["step"] + 1
+        now["left_s"] = max(steps * now["step_s"] - (time.time() - now["step_start"]), 0.0)
+    return all_finite(now)
+
+
+def is_held(lock: Path) -> bool:
+    """Whether a process, of any machine, has locked this file of a run folder."""
+    if lock.is_symlink() or not lock.is_file():
+        return False
+    with lock.open("rb") as file:
+        asked = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)     # struct flock of 64-bit Linux
+        answer = fcntl.fcntl(file, fcntl.F_GETLK, asked)
+    return struct.unpack("hhqqi4x", answer)[0] != fcntl.F_UNLCK
 
 
 def read_rows(path: Path) -> list[dict[str, float]]:
@@ -157,7 +199,7 @@ def every_second(items: list, sizes: list[float], most: float) -> list:
     return items
 
 
-@cache                                                      # --serve reads no file twice
+@cache                                                      # --watch reads no file twice
 def rollouts_of(file: Path, changed: int, most: float) -> tuple[list[dict[str, Any]], int, float, str]:
     """A file's first responses as the page wants them, as many as fit `most` bytes but at least one; how many the file
     has; their bytes; what is wrong with the file. What they have per token is packed: the page unpacks what it

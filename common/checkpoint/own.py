@@ -24,11 +24,12 @@ from common.flags.secrets import flags_of
 
 MARK = "plainrl.json"
 LOCK = ".lock"
+FINISHED = "finished"
 HOLDER = re.compile(rb"(process \d+ on .*\n)?")
 """What `.lock` says: which process has the run folder."""
-FILES = ("config.json", "metrics.jsonl", "best.json", "skipped_train.jsonl", "skipped_val.jsonl")
+FILES = ("config.json", "metrics.jsonl", "best.json", "now.json", "skipped_train.jsonl", "skipped_val.jsonl")
 """Files of a run folder that a start replaces, shortens or removes."""
-OF_A_RUN = re.compile("|".join(map(re.escape, FILES)) + r"|finished|rollouts|tensorboard|start_\d+")
+OF_A_RUN = re.compile("|".join(map(re.escape, FILES)) + rf"|{FINISHED}|rollouts|tensorboard|start_\d+")
 OF_A_CHECKPOINT = re.compile(rf"{re.escape(MANIFEST)}|__\d+_(\d+\.safetensors|part_\d+)")
 
 

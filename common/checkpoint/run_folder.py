@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from common.checkpoint.files import read_manifest
-from common.checkpoint.own import HOLDER, LOCK
+from common.checkpoint.own import FINISHED, HOLDER, LOCK
 from common.flags.secrets import differences, flags_of
 from common.parallel.ranks import World, all_gather_objects, on_main
 
-FINISHED = "finished"
 HELD: dict[Path, int] = {}
 """Lock files of this process -> their descriptors, which are never closed: closing any descriptor ends the lock."""
 

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 
 import psutil
 
@@ -47,6 +48,7 @@ class Watchdog:
         self.silent_s = float("inf")                            # without a report a rank is gone after this
         if timeout_s:
             self.silent_s = SILENT_S
+        self.on_phase: Callable[[str], None] = lambda name: None
         self.phase("setup")
         self.watched = ["0"]                                    # ranks, as keys of the store
         if self.rank == "0":
@@ -64,8 +66,9 @@ class Watchdog:
         threading.Thread(target=self._run, args=(pipe,), name="watchdog", daemon=True).start()
 
     def phase(self, name: str) -> None:
-        """Begin a phase and its time limit; a report of a hang prints `name`."""
+        """Begin a phase and its time limit; a report of a hang prints `name`. `on_phase` hears it."""
         self.current = (name, self.seconds)
+        self.on_phase(name)
 
     def watch(self, store) -> None:
         """The ranks have met: from now on each one reports its phase to the job's `store` once a second, and ends if

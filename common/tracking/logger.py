@@ -1,6 +1,7 @@
-"""What rank 0 records of a run: metrics (console, metrics.jsonl, wandb, TensorBoard, Trackio), flags, state of each start."""
+"""What rank 0 records of a run: metrics (console, metrics.jsonl, wandb, TensorBoard, Trackio), flags, its starts."""
 
 import dataclasses
+import itertools
 import json
 import re
 import socket
@@ -20,6 +21,7 @@ from common.flags.record import LogConfig
 from common.flags.secrets import redacted
 from common.parallel.ranks import World
 from common.tracking.health import HealthCheck
+from common.tracking.now import Now
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 OF_STEP = re.compile(r"(?:step|val)_(\d{6,})\.parquet")
@@ -41,6 +43,7 @@ class Tracker:
         self.trackio_id = state.get("trackio_id")
         self.jsonl = self.run_dir / "metrics.jsonl"
         self.health = HealthCheck()
+        self.now = Now(self.run_dir, world.is_main)
         if not self.is_main:
             return
         flags = redacted(dataclasses.asdict(args))
@@ -82,6 +85,7 @@ class Tracker:
             with self.jsonl.open("a") as file:
                 file.write(json.dumps({"step": step, **metrics}) + "\n")
             sync(self.jsonl)                                                # before a checkpoint knows this step
+        self.now.logged(metrics)
         if self.wandb is not None:
             self.wandb.log(metrics, step=step)
         if self.tensorboard is not None:
@@ -131,11 +135,18 @@ class Tracker:
         as_lines = {"delay": 30, "mininterval": 30, "bar_format": "  {desc} {n}/{total}, {elapsed}\n"}
         options = {} if sys.stdout.isatty() else as_lines
         with tqdm(desc=phase, total=total, leave=False, file=sys.stdout, disable=not self.is_main, **options) as bar:
-            yield bar.update
+            done = itertools.count(1)
+
+            def advance() -> None:
+                bar.update()
+                self.now.progress(next(done), total)
+
+            yield advance
 
     def state_dict(self, step: int) -> dict[str, Any]:
         """The state that a resumed run needs after `step`, which has been logged."""
-        return {"step": step, "wandb_id": self.wandb_id, "trackio_id": self.trackio_id, "size": self.jsonl.stat().st_size if self.is_main else 0}
+        size = self.jsonl.stat().st_size if self.is_main else 0
+        return {"step": step, "wandb_id": self.wandb_id, "trackio_id": self.trackio_id, "size": size}
 
     def close(self) -> None:
         if self.wandb is not None:

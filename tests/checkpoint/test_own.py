@@ -84,8 +84,9 @@ def test_a_model_that_would_be_replaced_is_refused_at_the_start(name, rule, run)
     own.check_run_folder(Args("run"))
 
 
-@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "best.json", "skipped_train.jsonl", "finished",
-                                  "rollouts/step_000001.parquet", "tensorboard/events", "start_1/start.json"])
+@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "best.json", "now.json", "skipped_train.jsonl",
+                                  "finished", "rollouts/step_000001.parquet", "tensorboard/events",
+                                  "start_1/start.json"])
 def test_a_folder_of_something_else_is_no_run_folder(name, tmp_path):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("mine")

@@ -187,6 +187,8 @@ def test_a_layer_that_is_frozen_or_trained_later_continues_exactly(later, files,
     for folder in ("finished", "model", "checkpoints/step_000003"):
         shutil.rmtree(tmp_path / "run" / folder)
     assert "resumed after step 2" in launch(*command, tmp_path / "run", warm=True).stdout
+    now = json.loads((tmp_path / "run/now.json").read_text())           # of its last moment
+    assert (now["step"], now["total_steps"]) == (3, 3) and now["tokens_per_s"] > 0 and now["step_s"] > 0
     whole, ours = weights_of(tmp_path / "whole"), weights_of(tmp_path / "run")
     assert all(torch.equal(weight, whole[name]) for name, weight in ours.items())
     before = load_file(Path(files[1]) / "model.safetensors")

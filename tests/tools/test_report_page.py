@@ -8,6 +8,8 @@ import json
 import math
 import os
 import re
+import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -26,6 +28,7 @@ import tools.runs
 from common.rollouts.record import SCHEMA, Recorder, write_step
 from common.rollouts.record import write_validation as write_validation_file
 from common.tracking.logger import LogConfig
+from common.tracking.now import EVERY_S, Now
 from tests.conftest import NO_BROWSER, ROOT
 from tests.tools.browser import CHROMIUM, Browser
 from tests.tools.long_run import write_long_run, write_rollouts, write_validation
@@ -406,7 +409,7 @@ def test_a_served_run_is_read_again_when_it_grows(tmp_path):
         with (run / "metrics.jsonl").open("a") as file:
             file.write('{"step": 7, "actor/entropy": 0.1}\n')
         assert json.loads(ask("/data?" + data["version"])[1])["runs"][0]["steps"][-1] == 7
-        assert ask("/metrics.jsonl")[0] == 404
+        assert ask("/metrics.jsonl")[0] == 404 and json.loads(ask("/now")[1]) == [{"state": "stopped"}]
         assert ask("/data?", Host="evil.example")[0] == 403             # a foreign name that points to this machine
         assert server.server_address[0] == "127.0.0.1"
         with pytest.raises(ValueError, match=rf"--port {server.server_port}: Address already in use"):
@@ -414,6 +417,53 @@ def test_a_served_run_is_read_again_when_it_grows(tmp_path):
     finally:
         server.shutdown()
         server.server_close()
+
+
+def test_what_a_run_does_now(tmp_path):
+    """Step 7 of 100 began 2 s ago, after steps of 8, 9 and 10 s, and its update is at 12 of 40. The state is that of
+    the process which holds the folder's lock; after its end nothing goes on counting."""
+    run = tmp_path / "run"
+    write_run(run)
+    now = Now(run, is_main=True)
+    now.step(6, total_steps=100)
+    now.logged({"val-core/a/acc/greedy": 0.5})                          # before the first step
+    for seconds in (8.0, 9.0, 10.0):
+        now.logged({"timing_s/step": seconds, "perf/total_num_tokens": 20_000})
+    now.state["step_start"] -= 2
+    now.phase("update_actor")
+    now.written -= EVERY_S
+    now.progress(12, 40)
+    now.progress(13, 40)                                                # within a second of the one before
+    stopped = tools.runs.read_now(str(run))
+    assert "left_s" not in stopped and stopped["state"] == "stopped"
+    holds = f"from common.checkpoint.run_folder import lock\nlock({str(run)!r})\nprint('locked', flush=True)\ninput()"
+    command = [sys.executable, "-c", holds]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"locked\n"
+        found = tools.runs.read_now(str(run))
+        process.communicate(b"\n")
+    assert (found["state"], found["phase"], found["done"], found["total"]) == ("running", "update_actor", 12, 40)
+    assert (found["step"], found["total_steps"], found["step_s"]) == (7, 100, 9.0)
+    assert found["tokens_per_s"] == 2000.0 and 94 * 9 - 60 < found["left_s"] <= 94 * 9 - 2 and 0 < found["phase_s"] < 60
+    now.phase("gen")
+    assert "done" not in tools.runs.read_now(str(run))
+    (run / "finished").touch()
+    assert tools.runs.read_now(str(run))["state"] == "finished"
+    for content in ("", '{"step": 7, "to', "[1]", '{"step": "7", "step_s": NaN, "phase": 3}'):
+        (run / "now.json").write_text(content)
+        assert tools.runs.read_now(str(run)) == {"state": "finished"} | ({"step_s": None} if "NaN" in content else {})
+
+
+def test_a_run_is_watched_before_its_first_step(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    with pytest.raises(ValueError, match=r"metrics.jsonl does not exist"):
+        tools.report.page_data([str(run)], 1.0, is_watched=True)
+    Now(run, is_main=True).phase("setup of the engine")
+    (run / "metrics.jsonl").touch()
+    assert tools.report.page_data([str(run)], 1.0, is_watched=True)["runs"][0]["steps"] == []
+    with pytest.raises(ValueError, match="the run has not finished a step"):
+        tools.report.page_data([str(run)], 1.0)
 
 
 # --------------------------------------------------------------------------- with one
@@ -827,7 +877,7 @@ def test_long_responses_are_drawn_where_they_are_in_sight(browser, tmp_path, cap
 
 
 @needs_browser
-def test_a_served_page_follows_its_run(browser, tmp_path):
+def test_a_watched_page_follows_its_run(browser, tmp_path, monkeypatch):
     run = tmp_path / "run"
     write_run(run)
     server = tools.report.Server([str(run)], 1.0, port=0)
@@ -842,6 +892,15 @@ def test_a_served_page_follows_its_run(browser, tmp_path):
         wait_for(browser, "document.querySelector('#headline td:nth-child(5)').textContent === '7'")
         assert browser.texts("#headline td:nth-child(2)") == ["0.1 \u2192 0.9"]
         assert browser.evaluate("data.rollouts.length") == 2 and browser.evaluate("state.x") == "time"
+        assert browser.texts("#now li > *") == ["stopped", "newest rollouts: step 7"]
+        Now(run, is_main=True).phase("gen")
+        (run / ".lock").touch()
+        monkeypatch.setattr(tools.runs, "is_held", lambda lock: True)   # by another process
+        wait_for(browser, "document.querySelector('#now .running')")
+        assert [text for text in browser.texts("#now li > *") if not text.startswith("gen for ")] == [
+            "running", "newest rollouts: step 7"]
+        browser.point("#now a", click=True)
+        wait_for(browser, "state.tab === 'rollouts' && state.step === '7'")
     finally:
         server.shutdown()
         server.server_close()

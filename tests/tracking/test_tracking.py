@@ -266,8 +266,8 @@ def test_trackio_of_a_resumed_run(tmp_path, monkeypatch):
         tracker.close()
         for run in trackio.Api().runs("tests"):
             rows = trackio.sqlite_storage.SQLiteStorage.get_logs("tests", run.name, run_id=run.id)
-            print("RUN", json.dumps([run.name, run.config["kwargs"],
-                                     [[r["step"], r["critic/rewards/mean"], r["val-core/a/acc/mean@4"]] for r in rows]]))
+            names = ("step", "critic/rewards/mean", "val-core/a/acc/mean@4")
+            print("RUN", json.dumps([run.name, run.config["kwargs"], [[row[name] for name in names] for row in rows]]))
     """)
 
     def start(folder: str, *arguments) -> list:
@@ -281,7 +281,7 @@ def test_trackio_of_a_resumed_run(tmp_path, monkeypatch):
     secret, first = '{"api_key": "***"}', [[1, 0.125, 1.0], [2, 0.25, 1.0]]
     assert start("other", 1, 1, "{}") == [["run", secret, first[:1]]]
     (state,) = start("mine", 1, 4, "{}", "kill")
-    resumed = ["run", secret, first + [[3, 0.375, 3.0], [4, 0.5, 3.0]]]
+    resumed = ["run", secret, [*first, [3, 0.375, 3.0], [4, 0.5, 3.0]]]
     assert sorted(start("mine", 3, 4, json.dumps(state))) == sorted([["run", secret, first[:1]], resumed])
     assert len(start("mine", 1, 2, "{}")) == 3
 

@@ -648,7 +648,7 @@ function build() {                                      // what follows from the
   at("run").replaceChildren(new Option("all", ""), ...data.runs.map((run, number) => new Option(run.name, number)));
 }
 
-async function poll() {                                 // --serve: new data, without a new page
+async function poll() {                                 // --watch: new data, without a new page
   try {
     const answer = document.hidden ? {status: 204} : await fetch("data?" + data.version);
     if (answer.status === 200) {
@@ -656,11 +656,36 @@ async function poll() {                                 // --serve: new data, wi
       build();
       render();
     }
+    if (!document.hidden) drawNow(await (await fetch("now")).json());
     at("status").textContent = "live";
   } catch (error) {
     at("status").textContent = "the server has stopped";
   }
-  setTimeout(poll, 5000);
+  setTimeout(poll, 2000);
+}
+
+function drawNow(runs) {                                // what each run does at this moment
+  at("now").hidden = false;
+  at("now").replaceChildren(...runs.map((now, number) => {
+    const line = make("li", undefined, now.state), bar = make("progress"), running = now.state === "running";
+    if (data.runs.length > 1) line.append(swatch(number), make("b", data.runs[number].name));
+    line.append(make("b", now.state));
+    if (isNumber(now.total_steps)) line.append(make("span", `step ${now.step} of ${now.total_steps}`));
+    if (running && now.phase) line.append(make("span", `${now.phase} for ${duration(Math.max(1, Math.round(now.phase_s)))}`));
+    if (running && now.total) {
+      Object.assign(bar, {value: now.done, max: now.total, title: `${now.done} of ${now.total}`});
+      line.append(bar, make("span", `${now.done} of ${now.total}`));
+    }
+    if (running && isNumber(now.tokens_per_s)) line.append(make("span", `${Math.round(now.tokens_per_s).toLocaleString("en")} tokens/s`));
+    if (isNumber(now.left_s)) line.append(make("span", `${duration(Math.round(now.left_s))} left`));
+    const newest = Math.max(...data.rollouts.filter(r => r.run === number && !r.validation).map(r => r.step));
+    if (newest > 0) {
+      const button = clickable(make("a", `newest rollouts: step ${newest}`), () => go({...DEFAULTS, theme: state.theme,
+        tab: "rollouts", run: String(number), kind: "training", step: String(newest)}));
+      line.append(button);
+    }
+    return line;
+  }));
 }
 
 function start() {
