@@ -130,12 +130,14 @@ def test_runs_are_put_together_by_their_setting(make_run, capsys):
             for i, (script, seed, lr, reward) in enumerate([
                 ("x = 1\n", 1, 0.1, 0.2), ("x = 1\n", 1, 0.2, 0.5), ("x = 1\n", 2, 0.1, 0.4),
                 ("x = 2\n", 1, 0.2, 0.7),
-                ("x = 1\n", 2, 0.2, 0.6), ("x = 1\n", 3, 0.1, 0.3), ("x = 1\n", 3, 0.2, 0.7)])]
+                ("x = 1\n", 2, 0.2, 0.6), ("x = 1\n", 3, 0.1, 0.3),
+                ("x = 1\n", 3, 0.2, 0.7)])]
     sides = compare.sides_of(compare.Args(runs=tuple(runs)))
     assert [[run.name for run in side] for side in sides] == [["r0", "r2", "r5"], ["r1", "r4", "r6"], ["r3"]]
     compare.main(sides)
     names, code, flags, curves = capsys.readouterr().out.split("== ")
-    assert names.splitlines()[2].startswith("c: ") and "--- a: script\n+++ c: script" in code and "b: script" not in code
+    assert names.splitlines()[2].startswith("c: ")
+    assert "--- a: script\n+++ c: script" in code and "b: script" not in code
     assert "optim.lr: 0.1 -> 0.2 -> 0.2" in flags and "seed: 1 | 2 | 3 -> 1 | 2 | 3 -> 1" in flags
     reward = next(line for line in curves.splitlines() if line.startswith("critic/rewards/mean"))
     half = 4.302653 * 0.1 / 3 ** 0.5
