@@ -33,6 +33,8 @@ def optimizer_step(model: PackedModel, optimizer: torch.optim.Optimizer, lr: flo
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()
+        if model.noise_scale is not None:
+            model.noise_scale.observe(float(norm), config.betas[0], config.max_grad_norm)
         model.version += 1  # the engine's weights are old now: its next `wake` loads these
     model.skipped_in_a_row = 0 if norm.isfinite() else model.skipped_in_a_row + 1
     if model.skipped_in_a_row >= config.max_skipped_steps:

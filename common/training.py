@@ -65,6 +65,7 @@ class Training(Models):
     images: Annotated[Any, LOAD_DATA]  # whose `images_of` gives those of a sequence; None: there are none
     sampler: Annotated[PromptSampler, LOAD_DATA]
     total_steps: Annotated[int, LOAD_DATA]
+    rows_per_step: Annotated[int, LOAD_DATA]
     plan: Annotated[MemoryPlan, START]
     max_tokens: Annotated[int, START]  # of a micro-batch
     policy: Annotated[Any, LOAD]  # the model of that name
@@ -127,6 +128,7 @@ class Training(Models):
     def load_data(self, load: Callable[[Sequence[str]], Any], rows_per_step: int) -> None:
         """Read the training and validation files, each with `load(files)`, and say what is in them."""
         args = self.args
+        self.rows_per_step = rows_per_step
         check_at_least(0, {"--total-epochs": args.total_epochs})
         self.train_set = load(args.train_data)
         self.total_steps = args.total_steps
@@ -195,6 +197,9 @@ class Training(Models):
         state = self.checkpoints.resume()
         self.tracker = Tracker(args.log, args.run_dir, args, self.world, state.get("tracker", {}))
         self.watchdog.on_phase = self.tracker.now.phase
+        if "policy" in self.optimizers:
+            self.policy.noise_scale = self.tracker.noise
+            self.tracker.noise.watch(self.policy, self.optimizers["policy"])
         self.closing.callback(self.tracker.close)
         self.closing.callback(self.checkpoints.wait)
         self.first_step = state.get("step", 0)
@@ -293,6 +298,10 @@ class Training(Models):
         flops *= self.updated_microbatches / max(sum(map(len, minibatches)), 1)  # passes over them
         used = (flops, peak_flops(self.world, args.policy.compute_dtype), self.engine_bytes)
         self.metrics |= step_metrics(self.meter, self.timer, self.world, lengths, minibatches, used)
+        prompts = self.tracker.noise.prompts(self.rows_per_step / max(len(minibatches), 1))
+        if prompts is not None:
+            self.metrics["signal/noise_scale"] = prompts
+            self.metrics["signal/noise_to_signal"] = prompts * max(len(minibatches), 1) / self.rows_per_step
         self.metrics |= metrics | {"training/global_step": done, "training/epoch": self.sampler.epoch}
         state: dict[str, Any] = {"step": done, "total_steps": self.total_steps}
         state |= {"sampler": self.sampler.state_dict(), "script": self.script_state, "day": str(Clock.day)}

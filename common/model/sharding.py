@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed._composable import checkpoint
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
@@ -107,6 +107,25 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
         for part in parts:
             nn.utils.clip_grads_with_norm_(part, max_norm, norm)
     return norm
+
+
+def product_with_moment(parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> float | None:
+    """The scalar product of gradient and AdamW's first moment, over all ranks. None before the first step, and for
+    optimizers that do not keep the moment as numbers (--optim.kind adamw does)."""
+    total = 0.0
+    for part in by_mesh(p for p in parameters if p.grad is not None):
+        products = []
+        for parameter in part:
+            moment = optimizer.state.get(parameter, {}).get("exp_avg")
+            if moment is None or moment.shape != parameter.shape or not moment.is_floating_point():
+                return None
+            flat = [tensor.to_local().flatten().float() for tensor in (parameter.grad, moment)]
+            products.append(torch.dot(*flat))
+        here = torch.stack(products).double().sum()
+        placements = [Replicate() if placement.is_replicate() else Partial() for placement in part[0].placements]
+        whole = DTensor.from_local(here, part[0].device_mesh, placements, run_check=False).full_tensor()
+        total += float(whole)
+    return total
 
 
 def shard_experts(transformer: PreTrainedModel, world: World, precision: MixedPrecisionPolicy) -> None:

@@ -52,6 +52,9 @@ class HealthCheck:
              "engine and trainer differ by {:.3f} in the mean probability of a token, usual is under 0.01: stale "
              "weights if it jumped from one step to the next, else precision; correct for it (--correction.preset) or "
              "run both in float32 (--policy.compute-dtype float32)")
+        over("noise", "signal/noise_to_signal", 30.0,
+             "in the gradient of a mini-batch the noise is {:.0f} times the signal (squared): twice the prompts of a "
+             "mini-batch would halve it; raise --prompts-per-step, or lower --minibatches-per-step or --optim.lr")
         failed = metrics.get("reward/error_frac", 0.0) + metrics.get("reward/timeout_frac", 0.0)
         if failed > 0:
             found["reward"] = (f"{failed:.1%} of the samples have no reward (errors and timeouts): the log has the "

@@ -21,6 +21,7 @@ from common.flags.record import LogConfig
 from common.flags.secrets import redacted
 from common.parallel.ranks import World
 from common.tracking.health import HealthCheck
+from common.tracking.noise_scale import NoiseScale
 from common.tracking.now import Now
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -44,6 +45,7 @@ class Tracker:
         self.jsonl = self.run_dir / "metrics.jsonl"
         self.health = HealthCheck()
         self.now = Now(self.run_dir, world.is_main)
+        self.noise = NoiseScale(state.get("noise", {}))
         if not self.is_main:
             return
         flags = redacted(dataclasses.asdict(args))
@@ -146,7 +148,8 @@ class Tracker:
     def state_dict(self, step: int) -> dict[str, Any]:
         """The state that a resumed run needs after `step`, which has been logged."""
         size = self.jsonl.stat().st_size if self.is_main else 0
-        return {"step": step, "wandb_id": self.wandb_id, "trackio_id": self.trackio_id, "size": size}
+        return {"step": step, "wandb_id": self.wandb_id, "trackio_id": self.trackio_id, "size": size,
+                "noise": self.noise.state.copy()}
 
     def close(self) -> None:
         if self.wandb is not None:

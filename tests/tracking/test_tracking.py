@@ -25,6 +25,7 @@ from common.tracking import console
 from common.tracking.console import step_line
 from common.tracking.health import HealthCheck
 from common.tracking.logger import LogConfig, Tracker
+from common.tracking.noise_scale import NoiseScale
 from common.tracking.step import peak_flops
 from tests.conftest import ROOT, launch
 from tests.rank_worker import fill_meter
@@ -183,7 +184,8 @@ def test_only_rank_0_writes(tmp_path, capsys):
     tracker = Tracker(LogConfig(), str(tmp_path / "run"), Args(), other, {})
     tracker.log(1, {"reward": 0.5}, "step one")
     tracker.close()
-    assert tracker.state_dict(1) == {"step": 1, "wandb_id": None, "trackio_id": None, "size": 0}
+    assert tracker.state_dict(1) == {
+        "step": 1, "wandb_id": None, "trackio_id": None, "size": 0, "noise": NoiseScale({}).state}
     print_on_main(other, "hello")
     assert not (tmp_path / "run").exists()
     assert capsys.readouterr().out == ""
@@ -241,6 +243,7 @@ def test_tensorboard_of_a_resumed_run(tmp_path):
     assert scalars() == {}
 
 
+@pytest.mark.sweep
 def test_trackio_of_a_resumed_run(tmp_path, monkeypatch):
     """Read back from Trackio's database: killed in step 4, resumed after step 2, no step twice. A run of another folder
     with the same name, and a run that starts anew, leave it as it is."""
@@ -251,6 +254,7 @@ def test_trackio_of_a_resumed_run(tmp_path, monkeypatch):
         from pathlib import Path
         import trackio
         from common.tracking.logger import LogConfig, Tracker
+from common.tracking.noise_scale import NoiseScale
         from tests.tracking.test_tracking import WORLD, ArgsWithSecret
 
         folder, first, last, state = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
