@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What the changes for GPUs gain, before and after in one sitting: three calls of at most nine minutes each.
 #
-#   tests/gpu/before_after.sh 1     the engine: its speed, a sync, checksums with a wait for each and with one; the host's work of a decode step
+#   tests/gpu/before_after.sh 1     the engine: speed, a sync, checksums with a wait for each and with one, host work a step
 #   tests/gpu/before_after.sh 2     the update: all, half and none of the layers recomputed; optimizers compiled and not
 #   tests/gpu/before_after.sh 3     the rollout: waiting for the longest, in flight, and with drafts; several ranks on a GPU
 #
