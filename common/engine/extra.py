@@ -30,6 +30,7 @@ FIXED = {
     "load_format": "weights come from the trainer", "logprobs_mode": SAMPLER, "logits_processors": SAMPLER,
     "watermark_config": SAMPLER, "distributed_executor_backend": "the engine runs in the trainer's processes",
     "pipeline_parallel_size": "an engine has as many ranks as --rollout.tp says",
+    "enable_eplb": "it moves experts between ranks, where a sync does not look for them",
     "enable_sleep_mode": "the engine sleeps while the trainer needs the memory",
     "limit_mm_per_prompt": "images are as many as the data has, videos none", "mm_processor_kwargs": SAME_MODEL,
     "mm_hasher_algorithm": SAME_MODEL, "mm_device_do_normalize": SAME_MODEL,
@@ -43,9 +44,10 @@ SPECULATION = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
 """Arguments for vLLM's own speculative decoding."""
 DRAFTS = "on a CPU vLLM's rejection sampler reads memory that nothing has written (vLLM issue 55005): tokens are wrong"
 WHOLE = "on a CPU prompts are computed whole: a response's generator cannot be rewound after a part of one"
+EXPERTS = "on a CPU vLLM's kernel takes a rank's experts for all of them, and reads other memory"
 FIXED_ON_CPU = {
     "enforce_eager": "CPUs have no graphs", "block_size": "it is 32 on CPUs, so that short prompts are cached",
-    **dict.fromkeys(SPECULATION, DRAFTS),
+    **dict.fromkeys(SPECULATION, DRAFTS), "enable_expert_parallel": EXPERTS,
     **dict.fromkeys(("enable_chunked_prefill", "max_num_batched_tokens", "long_prefill_token_threshold"), WHOLE),
 }
 

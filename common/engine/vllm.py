@@ -20,6 +20,7 @@ from torch import Tensor
 from common.dataset.images import Images
 from common.engine.base import Engine, EngineSetup, Request
 from common.engine.extra import most_sequences
+from common.engine.outputs import complete, shorten
 from common.engine.sync import Checksum, differing, held_checksums
 from common.engine.tail import Tail
 from common.engine.vllm_changes import (
@@ -126,6 +127,7 @@ class VLLMEngine(Engine):
             self.llm = LLM(**options | extra)
         self.drafts = Drafts(config.drafts, self.llm) if config.drafts else None
         self.tail = Tail()
+        shorten(self.llm.llm_engine.output_processor)
         self.model = self.llm.apply_model(lambda model: model)[0]  # it is in this process
         self.expert_layers = [x.layer_id for x in self.model.modules() if type(x).__name__.endswith("MoERunner")]
         if model_config.router_float32:
@@ -260,6 +262,8 @@ class VLLMEngine(Engine):
         numbers = [str(i) for i in sorted(requests)]  # in the same order on all ranks of an engine: this frees cache
         aborted = [outputs.request_states[i] for number in numbers for i in outputs.external_req_ids.get(number, ())]
         self.llm.llm_engine.abort_request(numbers)
+        for state in aborted:
+            complete(state)
         ended = [to_response(state.make_request_output([], None, FinishReason.ABORT, None)) for state in aborted]
         self._end(ended, 0.0)
         return ended

@@ -4,16 +4,18 @@
 
 synchronous, carried over (--rollout.in-flight), or a split of the ranks into samplers and trainers (async_grpo.py). All
 seconds are PREDICTIONS of simulate.py for H100s (h100.py has what they stand on): nothing was measured on a GPU.
-`--published` prints what the same arithmetic says of steps and recipes that others published, instead.
+`--run RUN --gpus N` replays the responses of a run on N GPUs instead (recorded.py). `--published` prints what the same
+arithmetic says of steps and recipes that others published.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import tyro
 from transformers import AutoConfig
 
-from tests.bench import published
+from tests.bench import published, recorded
 from tests.bench.h100 import H100, SIZES, TP
 from tests.bench.simulate import Job, Machine, Shape, memory, split_seconds, step_seconds
 
@@ -43,6 +45,8 @@ class Question:
     """Of a micro-batch."""
     max_num_seqs: int = 256
     offload: bool = False
+    run: str = ""
+    """A run folder: what its recorded responses would have taken, in passes of an engine."""
     published: bool = False
     """Print the table of published.py: steps of NeMo-RL, verl and slime, beside predictions."""
 
@@ -95,6 +99,8 @@ def advice(machine: Machine, shape: Shape, job: Job) -> str:
 def main(question: Question) -> None:
     if question.published:
         return published.main()
+    if question.run:
+        return print(recorded.advice(Path(question.run), question.gpus // (question.tp or 1)))
     config = SIZES.get(question.model) or AutoConfig.from_pretrained(question.model)
     rng = np.random.default_rng(0)
     lengths = rng.lognormal(np.log(question.median), question.sigma, question.prompts * question.samples)

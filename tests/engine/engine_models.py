@@ -58,13 +58,13 @@ def make_model(family: str, tied: bool, folder: Path) -> str:
 
 
 def start(
-    model: str, world: ranks.World, kind: str = "vllm", dtype: str = "float32", **flags
+    model: str, world: ranks.World, kind: str = "vllm", dtype: str = "float32", more: dict | None = None, **flags
 ) -> tuple[Engine, Policy]:
     """Engine and trainer. In float32 what differs between them is order of summation only."""
     model_config = ModelConfig(compute_dtype=dtype)
     config = RolloutConfig(engine=kind, max_response_length=24, max_num_seqs=16, kv_cache_gb=0.1, **flags)
     if kind == "vllm":
-        config.extra = '{"skip_tokenizer_init": true}'                  # these models have none
+        config.extra = json.dumps({"skip_tokenizer_init": True, **(more or {})})    # these models have none
     engine = make_engine(EngineSetup(
         model, read_config(model, model_config), config, model_config, world, PROMPTS[:2], [2], 256, 0,
     ))

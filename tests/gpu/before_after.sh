@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What the changes for GPUs gain, before and after in one sitting: three calls of at most nine minutes each.
 #
-#   tests/gpu/before_after.sh 1     the engine: its speed, a sync, checksums with a wait for each and with one
+#   tests/gpu/before_after.sh 1     the engine: speed, a sync, checksums with a wait for each and with one, host work a step
 #   tests/gpu/before_after.sh 2     the update: all, half and none of the layers recomputed; optimizers compiled and not
 #   tests/gpu/before_after.sh 3     the rollout: waiting for the longest, in flight, and with drafts; several ranks on a GPU
 #
@@ -33,6 +33,9 @@ case ${1:-} in
 1)
     say engine "$PYTHON" -m tests.gpu.check_engine --shapes "${shapes[@]}" --cycles 3 --prompts $([[ $SIZE ]] && echo 4 || echo 64) \
         --max-tokens $([[ $SIZE ]] && echo 32 || echo 512) --extra "$([[ $SIZE ]] && echo '{}' || echo "$graphs")"
+    requests=(--requests 128 512) && [[ $SIZE ]] && requests=(--requests 16 --tokens 8)
+    say decode_before "$PYTHON" -m tests.bench.bench_decode "${requests[@]}" --vllm-outputs
+    say decode "$PYTHON" -m tests.bench.bench_decode "${requests[@]}"
     ;;
 2)
     say models "${part[@]}" models "${in_work[@]}"

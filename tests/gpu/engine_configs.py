@@ -97,6 +97,7 @@ CASES = {
     "images": Case(IMAGES),
     "mixture": Case(MIXTURE),
     "mixture, `--rollout.tp 4`": Case(MIXTURE, {"tp": 4}),
+    "mixture, `enable_expert_parallel`": Case(MIXTURE, {"tp": 4} | extra(enable_expert_parallel=True)),
     "mixture, `--policy.router-replay rollout`": Case(MIXTURE, model={"router_replay": "rollout"}),
     "`attention_backend` `FLASH_ATTN`": Case(DENSE, extra(attention_backend="FLASH_ATTN")),
     "`quantization` `fp8`": Case(DENSE, extra(quantization="fp8")),
@@ -130,6 +131,7 @@ PLACES = {
     "enable_return_routed_experts": "aux_output_config.enable_return_routed_experts",
     "moe_backend": "kernel_config.moe_backend",
     "quantization": "model_config.quantization",
+    "enable_expert_parallel": "parallel_config.enable_expert_parallel",
     "kv_cache_dtype": "cache_config.cache_dtype",
 }
 IN_0_26 = {"aux_output_config.enable_return_routed_experts": "model_config.enable_return_routed_experts"}

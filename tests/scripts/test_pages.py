@@ -20,7 +20,7 @@ MOST_WORDS = 18_000                     # of README.md and docs/; a word has a l
 MOST_WORDS_OF_EVIDENCE = 15_000
 FOREIGN = {                             # flags of programs that are not in this repository
     "torchrun": {"--standalone", "--nproc-per-node", "--nnodes", "--log-dir", "--signals-to-handle",
-                 "--rdzv-backend", "--rdzv-endpoint"},
+                 "--rdzv-backend", "--rdzv-endpoint", "--numa-binding"},
     "sbatch": {"--nodes", "--gpus-per-node", "--time", "--job-name", "--mem", "--cpus-per-task", "--array"},
     "scancel": {"--signal", "--batch"},
     "pip": {"--no-deps", "--target"}, "hf": {"--local-dir"}, "tensorboard": {"--logdir"},

@@ -1,12 +1,19 @@
 """The sbatch scripts as they are, on two "nodes" of this machine: stub srun and scontrol, real torchrun and USR1."""
 
+import importlib
 import os
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import types
 
 import pytest
+import torch
+from torch.distributed.run import get_args_parser
+from torch.numa import binding
 
 from common.checkpoint import files
 from tests.checkpoint.test_resume import flags, metrics, steps_on_disk  # noqa: F401 (flags is a fixture)
@@ -112,11 +119,12 @@ time.sleep(100)
 """
 
 
-def launched(folder, *arguments: str) -> subprocess.Popen:
+def launched(folder, *arguments: str, options: tuple[str, ...] = ()) -> subprocess.Popen:
     (folder / "worker.py").write_text(WORKER)
     return subprocess.Popen(
         [sys.executable, "slurm/launch.py", "--standalone", "--nproc-per-node", "1", "--log-dir", folder / "logs",
-         "--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGUSR1", folder / "worker.py", *arguments],
+         "--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGUSR1", *options,
+         folder / "worker.py", *arguments],
         cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )
 
@@ -244,6 +252,52 @@ def test_the_environment_names_script_model_and_data(echo, script, tmp_path):
     assert " grpo.py --model" in submitted(script, echo, tmp_path / "log2")
     text = submitted(script, echo | {"SCRIPT": "none.py"}, tmp_path / "log3", code=2)
     assert text.startswith(f"error: no none.py in {ROOT}")
+
+
+@pytest.mark.parametrize("script", ["one_node.sbatch", "many_nodes.sbatch"])
+def test_torchrun_takes_the_flags(script, echo, tmp_path):
+    """Those of the torch that is installed."""
+    text = submitted(script, echo | {"SLURM_GPUS_ON_NODE": "0"}, tmp_path / "log", "--seed", "1")
+    (line,) = [line for line in text.splitlines() if line.startswith("torchrun ")]
+    args = get_args_parser().parse_args(shlex.split(line)[1:])
+    assert args.numa_binding == "node" and args.nproc_per_node == "0" and "SIGUSR1" in args.signals_to_handle
+    assert args.training_script == "grpo.py" and args.training_script_args[-2:] == ["--seed", "1"]
+    assert args.standalone or (args.nnodes, args.rdzv_backend) == ("1", "c10d")
+
+
+def test_binding_is_left_out_where_it_cannot_be(tmp_path):
+    """There is no GPU here: torchrun itself would fail."""
+    launcher = launched(tmp_path, "fails", options=("--numa-binding", "node"))
+    said, _ = launcher.communicate(timeout=60)
+    assert "torchrun: ranks are not bound to cores: torch sees no GPU\n" in said
+    assert "ValueError: a real failure" in said
+
+
+@pytest.mark.parametrize(("gpus", "numactl", "cores", "reason"), [
+    (2, "/bin/numactl", [{0, 1}, {2}], ""),
+    (2, "/bin/numactl", [{0, 1}, set()], "none of this job's cores is beside GPU 1"),
+    (1, None, [{0}], "numactl is not installed"),
+])
+def test_why_ranks_are_not_bound(gpus, numactl, cores, reason, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "slurm")
+    launch = importlib.import_module("launch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(shutil, "which", lambda name: numactl)
+    monkeypatch.setattr(binding, "_get_logical_cpus_to_bind_to", lambda gpu_index, numa_options: cores[gpu_index])
+    assert launch.why_unbound("node") == reason
+
+
+def test_a_gpu_that_is_in_no_folder_is_named(monkeypatch):
+    """Torch's own search of /sys, for a GPU that is not there."""
+    monkeypatch.syspath_prepend(ROOT / "slurm")
+    launch = importlib.import_module("launch")
+    place = types.SimpleNamespace(pci_domain_id=0xFFFF, pci_bus_id=0xFF, pci_device_id=0x1F)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: place)
+    monkeypatch.setattr(shutil, "which", lambda name: "/bin/numactl")
+    assert launch.why_unbound("node").startswith("the cores of GPU 0 are not found: [Errno 2]")
 
 
 def test_an_image_takes_the_place_of_the_environment(echo, tmp_path):
