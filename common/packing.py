@@ -3,8 +3,11 @@
 import heapq
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+
+from common.layout.shared_prefixes import worth_sharing
 
 
 def partition(costs: np.ndarray, bins: int) -> list[np.ndarray]:
@@ -86,8 +89,8 @@ class Sequences:
     costs: np.ndarray                               # float64, FLOPs, at least 0
     runs: np.ndarray | None = None                  # bool, False: it counts, and no rank runs it; None: all run
     responses: np.ndarray | None = None             # int64, the response that it belongs to; None: one each
-    groups: np.ndarray | None = None                # int64, its prompt's group, if prompts are shared
-    prompt_lengths: np.ndarray | None = None        # int64, tokens of the prompt, if prompts are shared
+    order: np.ndarray | None = None                 # int64, in which one follows what it has most in common with
+    common: np.ndarray | None = None                # int64, tokens that it begins with like the one before it there
     can_watch: np.ndarray | None = None             # bool, may run as a canary, if it does not run anyway; None: none
 
     def __post_init__(self) -> None:
@@ -109,16 +112,28 @@ class Sequences:
         assert np.isfinite(self.costs).all()
 
 
+class Budget(NamedTuple):
+    """What a micro-batch may hold."""
+
+    max_tokens: int                                 # that run
+    most_keys: float                                # gathered keys, for each of these tokens
+
+    def taken(self, num_tokens: int, num_keys: int) -> int:
+        """How much of `max_tokens` sequences take of which so many tokens run."""
+        return max(num_tokens, math.ceil(num_keys / self.most_keys))
+
+
 def plan_step(sequences: Sequences, num_minibatches: int, world_size: int, max_tokens: int, seed: int,
-              group_size: int = 1) -> Plan:
+              group_size: int = 1, most_keys: float = math.inf) -> Plan:
     """Assign a step's responses to mini-batches, ranks and micro-batches; the result depends only on the arguments.
 
     Mini-batches are a seeded permutation in pieces whose sizes differ by at most one; with few responses, some have
     none and consist of dummies. In each, cost is balanced over ranks, and all ranks get the same number of
     micro-batches, the smallest number found that keeps to `max_tokens`. Only a sequence that is longer than that
     exceeds it, alone in its micro-batch. The i-th micro-batch of a rank is its i-th most expensive, because all
-    ranks wait for the slowest rank. With `sequences.groups`, a group's responses stay together if they fit, and
-    their prompt is counted once (--policy.share-prompt). Sequences that do not run keep their place in a mini-batch;
+    ranks wait for the slowest rank. With `sequences.order`, those that begin alike stay together if they fit, and
+    what they begin with is counted once (--policy.share-prompt); all tokens of a micro-batch's sequences, which are the
+    keys that it gathers, are at most `most_keys` times `max_tokens`. Sequences that do not run keep their place in a mini-batch;
     their rank is -1. In each mini-batch one response of `sequences.can_watch`, drawn by the seed, runs nevertheless:
     the canary. A response's sequences are in the same mini-batch. `group_size` consecutive ranks run a micro-batch
     together, of `group_size` times `max_tokens`; each brings some responses (--policy.sequence-parallel)."""
@@ -136,21 +151,23 @@ def plan_step(sequences: Sequences, num_minibatches: int, world_size: int, max_t
             is_canary |= sequences.responses == generator.choice(candidates)
         runs_here = (sequences.runs | is_canary)[members]
         left_out.append(members[~runs_here])
-        minibatches.append(_plan_minibatch(members[runs_here], sequences, world_size, max_tokens, group_size))
+        minibatches.append(_plan_minibatch(members[runs_here], sequences, world_size, Budget(max_tokens, most_keys),
+                                           group_size))
         for of_ranks in minibatches[-1]:
             for rank, members_of_rank in enumerate(of_ranks):
                 rank_of[members_of_rank] = rank
     return Plan(rank_of, minibatches, left_out, is_canary)
 
 
-def _plan_minibatch(members: np.ndarray, sequences: Sequences, world_size: int, max_tokens: int,
+def _plan_minibatch(members: np.ndarray, sequences: Sequences, world_size: int, budget: Budget,
                     group_size: int) -> list[list[np.ndarray]]:
     """The micro-batches of a mini-batch of these sequences: [micro-batch][rank] -> sequences."""
-    units = _units(members, sequences, max_tokens)                                              # what stays together
+    max_tokens = budget.max_tokens
+    units = _units(members, sequences, budget)                                                  # what stays together
     tokens = np.zeros(len(units), dtype=np.int64)
     costs = np.zeros(len(units))
     for number, (num_tokens, unit) in enumerate(units):
-        tokens[number] = num_tokens
+        tokens[number] = budget.taken(num_tokens, int(sequences.lengths[unit].sum()))
         costs[number] = _cost_of(unit, num_tokens, sequences)
     shares = partition(costs, world_size // group_size)                                         # [group] -> units
     count = 1                                               # the least that all groups of ranks need
@@ -189,29 +206,47 @@ def _pack_shares(shares: list[np.ndarray], tokens: np.ndarray, costs: np.ndarray
 
 
 def _cost_of(unit: np.ndarray, num_tokens: int, sequences: Sequences) -> float:
-    """FLOPs of sequences that have so many tokens together: less than apart, if they share a prompt."""
+    """FLOPs of sequences of which so many tokens run: less than apart, if they begin alike."""
     return math.fsum(sequences.costs[unit]) * num_tokens / math.fsum(sequences.lengths[unit])
 
 
-def _units(members: np.ndarray, sequences: Sequences, max_tokens: int) -> list[tuple[int, np.ndarray]]:
-    """The (tokens, sequences) that stay together: single sequences, or those of a group that fit together."""
+def _units(members: np.ndarray, sequences: Sequences, budget: Budget) -> list[tuple[int, np.ndarray]]:
+    """The (tokens that run, sequences) that stay together: single sequences, or those that begin alike and fit."""
     lengths = sequences.lengths
     units: list[tuple[int, np.ndarray]] = []
-    if sequences.groups is None:
+    if sequences.order is None:
         for i in members:
             units.append((int(lengths[i]), np.array([i])))
         return units
-    for group in np.unique(sequences.groups[members]):
-        unit: list[int] = []
-        tokens = 0
-        for i in members[sequences.groups[members] == group]:
-            own = int(lengths[i] - sequences.prompt_lengths[i])                                 # without the prompt
-            if unit and tokens + own > max_tokens:
-                units.append((tokens, np.array(unit)))
-                unit = []
-            if not unit:
-                tokens = int(sequences.prompt_lengths[i])                       # once for all of them
-            tokens += own
-            unit.append(i)
+    unit: list[int] = []
+    tokens = 0
+    keys = 0
+    for i, shared in _followers(members, sequences):
+        length = int(lengths[i])
+        if unit and (not shared or budget.taken(tokens + length - shared, keys + length) > budget.max_tokens):
+            units.append((tokens, np.array(unit)))
+            unit = []
+        if not unit:
+            tokens = 0
+            keys = 0
+            shared = 0                                              # what it begins with runs with it
+        tokens += length - shared
+        keys += length
+        unit.append(i)
+    if unit:
         units.append((tokens, np.array(unit)))
     return units
+
+
+def _followers(members: np.ndarray, sequences: Sequences) -> list[tuple[int, int]]:
+    """These sequences in the order in which they begin alike, and how many tokens each shares with the one before."""
+    is_member = np.zeros(len(sequences.lengths), dtype=bool)
+    is_member[members] = True
+    places = np.flatnonzero(is_member[sequences.order])
+    if not len(places):
+        return []
+    begins = np.append(0, places[:-1] + 1)                          # what is between two members counts, too
+    common = np.minimum.reduceat(sequences.common[sequences.order][: places[-1] + 1], begins)
+    numbers = sequences.order[places]
+    shared = worth_sharing(common, sequences.lengths[numbers])
+    return [*zip(numbers.tolist(), shared.tolist())]
