@@ -3,7 +3,6 @@
 import heapq
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -91,6 +90,7 @@ class Sequences:
     responses: np.ndarray | None = None             # int64, the response that it belongs to; None: one each
     order: np.ndarray | None = None                 # int64, in which one follows what it has most in common with
     common: np.ndarray | None = None                # int64, tokens that it begins with like the one before it there
+    most_keys: float = math.inf                     # that a micro-batch may gather for each token of its budget
     can_watch: np.ndarray | None = None             # bool, may run as a canary, if it does not run anyway; None: none
 
     def __post_init__(self) -> None:
@@ -112,19 +112,8 @@ class Sequences:
         assert np.isfinite(self.costs).all()
 
 
-class Budget(NamedTuple):
-    """What a micro-batch may hold."""
-
-    max_tokens: int                                 # that run
-    most_keys: float                                # gathered keys, for each of these tokens
-
-    def taken(self, num_tokens: int, num_keys: int) -> int:
-        """How much of `max_tokens` sequences take of which so many tokens run."""
-        return max(num_tokens, math.ceil(num_keys / self.most_keys))
-
-
 def plan_step(sequences: Sequences, num_minibatches: int, world_size: int, max_tokens: int, seed: int,
-              group_size: int = 1, most_keys: float = math.inf) -> Plan:
+              group_size: int = 1) -> Plan:
     """Assign a step's responses to mini-batches, ranks and micro-batches; the result depends only on the arguments.
 
     Mini-batches are a seeded permutation in pieces whose sizes differ by at most one; with few responses, some have
@@ -133,7 +122,7 @@ def plan_step(sequences: Sequences, num_minibatches: int, world_size: int, max_t
     exceeds it, alone in its micro-batch. The i-th micro-batch of a rank is its i-th most expensive, because all
     ranks wait for the slowest rank. With `sequences.order`, those that begin alike stay together if they fit, and
     what they begin with is counted once (--policy.share-prompt); all tokens of a micro-batch's sequences, which are the
-    keys that it gathers, are at most `most_keys` times `max_tokens`. Sequences that do not run keep their place in a mini-batch;
+    keys that it gathers, are at most `sequences.most_keys` times `max_tokens`. Sequences that do not run keep their place in a mini-batch;
     their rank is -1. In each mini-batch one response of `sequences.can_watch`, drawn by the seed, runs nevertheless:
     the canary. A response's sequences are in the same mini-batch. `group_size` consecutive ranks run a micro-batch
     together, of `group_size` times `max_tokens`; each brings some responses (--policy.sequence-parallel)."""
@@ -151,23 +140,21 @@ def plan_step(sequences: Sequences, num_minibatches: int, world_size: int, max_t
             is_canary |= sequences.responses == generator.choice(candidates)
         runs_here = (sequences.runs | is_canary)[members]
         left_out.append(members[~runs_here])
-        minibatches.append(_plan_minibatch(members[runs_here], sequences, world_size, Budget(max_tokens, most_keys),
-                                           group_size))
+        minibatches.append(_plan_minibatch(members[runs_here], sequences, world_size, max_tokens, group_size))
         for of_ranks in minibatches[-1]:
             for rank, members_of_rank in enumerate(of_ranks):
                 rank_of[members_of_rank] = rank
     return Plan(rank_of, minibatches, left_out, is_canary)
 
 
-def _plan_minibatch(members: np.ndarray, sequences: Sequences, world_size: int, budget: Budget,
+def _plan_minibatch(members: np.ndarray, sequences: Sequences, world_size: int, max_tokens: int,
                     group_size: int) -> list[list[np.ndarray]]:
     """The micro-batches of a mini-batch of these sequences: [micro-batch][rank] -> sequences."""
-    max_tokens = budget.max_tokens
-    units = _units(members, sequences, budget)                                                  # what stays together
+    units = _units(members, sequences, max_tokens)                                                # what stays together
     tokens = np.zeros(len(units), dtype=np.int64)
     costs = np.zeros(len(units))
     for number, (num_tokens, unit) in enumerate(units):
-        tokens[number] = budget.taken(num_tokens, int(sequences.lengths[unit].sum()))
+        tokens[number] = _taken(num_tokens, int(sequences.lengths[unit].sum()), sequences)
         costs[number] = _cost_of(unit, num_tokens, sequences)
     shares = partition(costs, world_size // group_size)                                         # [group] -> units
     count = 1                                               # the least that all groups of ranks need
@@ -210,7 +197,12 @@ def _cost_of(unit: np.ndarray, num_tokens: int, sequences: Sequences) -> float:
     return math.fsum(sequences.costs[unit]) * num_tokens / math.fsum(sequences.lengths[unit])
 
 
-def _units(members: np.ndarray, sequences: Sequences, budget: Budget) -> list[tuple[int, np.ndarray]]:
+def _taken(num_tokens: int, num_keys: int, sequences: Sequences) -> int:
+    """How much of a token budget sequences take of which so many tokens run, and which gather so many keys."""
+    return max(num_tokens, math.ceil(num_keys / sequences.most_keys))
+
+
+def _units(members: np.ndarray, sequences: Sequences, max_tokens: int) -> list[tuple[int, np.ndarray]]:
     """The (tokens that run, sequences) that stay together: single sequences, or those that begin alike and fit."""
     lengths = sequences.lengths
     units: list[tuple[int, np.ndarray]] = []
@@ -223,7 +215,7 @@ def _units(members: np.ndarray, sequences: Sequences, budget: Budget) -> list[tu
     keys = 0
     for i, shared in _followers(members, sequences):
         length = int(lengths[i])
-        if unit and (not shared or budget.taken(tokens + length - shared, keys + length) > budget.max_tokens):
+        if unit and (not shared or _taken(tokens + length - shared, keys + length, sequences) > max_tokens):
             units.append((tokens, np.array(unit)))
             unit = []
         if not unit:

@@ -294,10 +294,9 @@ def to_minibatches(rollout: Rollout, in_loss: Tensor, layout: Layout, step: int 
     counted_lengths = rollout.response_lengths * in_loss                                            # [S]
     sequences = Sequences(
         lengths, sequence_cost(lengths, layout.hf_config), runs[index].numpy(), index.numpy(),
-        order, common.numpy(), can_watch=(counted_lengths > 0)[index].numpy(),
+        order, common.numpy(), layout.most_keys, can_watch=(counted_lengths > 0)[index].numpy(),
     )
-    plan = plan_step(sequences, layout.num_minibatches, world.size, layout.max_tokens, layout.seed, world.group_size,
-                     layout.most_keys)
+    plan = plan_step(sequences, layout.num_minibatches, world.size, layout.max_tokens, layout.seed, world.group_size)
     if skip_zero_advantage:
         batch.canary = torch.from_numpy(plan.is_canary[batch.number.numpy()])
     batch = exchange(batch, plan.rank[batch.number.numpy()])
