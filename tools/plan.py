@@ -251,8 +251,9 @@ def report(command: Command, node: int) -> str:
         f"{'it fits' if command.fits() else 'it does not fit'}",
     ]
     if command.args.policy.share_prompt:
-        lines.append(f"sharing  {command.plan.keys:.1f} keys gathered for each token; it saves time where sequences have "
-                     f"more than {gather_share(policy):.1%} in common, and below {LEAST_COMMON:.0%} nothing is shared")
+        lines.append(f"sharing  {command.plan.keys:.1f} keys gathered for each token; it saves time where sequences "
+                     f"have more than {gather_share(policy):.1%} in common, and below {LEAST_COMMON:.0%} nothing is "
+                     f"shared")
     share = command.args.rollout.gpu_memory_utilization
     given = f"--rollout.gpu-memory-utilization {share:g} is {share * command.gpu_gb:.1f} GiB: "
     if command.share_is_too_small():

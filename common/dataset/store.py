@@ -82,8 +82,8 @@ class PromptSet(Sequence):
         return self if self.has_images else None
 
     def images_of(self, number: int, row: int) -> list[bytes]:
-        """The images of a sequence with this number in the step, in their order. `row`: of the prompt whose images, if it
-        has some, come first; below 0: there are none."""
+        """The images of a sequence with this number in the step, in their order. `row`: of the prompt whose images
+        come first, if it has some; below 0: there are none."""
         files: list[bytes] = []
         if row >= 0:
             of_prompt = self[row].images

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 LEAST_COMMON = 0.02
-"""A sequence shares no beginning that is shorter than this part of it. Gathering its keys, and adding up their gradients,
+"""A sequence shares no beginning that is shorter than this part of it. To gather its keys and to add up their gradients
 costs 0.1 to 1% of what its tokens cost; of small models with many key heads up to 6%. tools.plan calculates it."""
 
 

@@ -1,9 +1,9 @@
 """What --policy.share-prompt saves where sequences repeat a history: `python -m tests.bench.bench_prefixes`.
 
-A random model of SmolLM2's shape with 2 layers and a vocabulary of 8,192, in float32. CPU seconds of forward and backward pass over one
-micro-batch, off and on in turns, medians of --rounds; `tokens`: those that run. An episode of n turns is n sequences,
-because its chat template drops what earlier turns thought; two episodes are a group. `single`: one group of n = 8
-responses of one turn, 256 tokens each, at three ratios of prompt to response."""
+A random model of SmolLM2's shape with 2 layers and a vocabulary of 8,192, in float32. CPU seconds of forward and
+backward pass over one micro-batch, off and on in turns, medians of --rounds; `tokens`: those that run. An
+episode of n turns is n sequences, because its chat template drops what earlier turns thought; two episodes are a
+group. `single`: one group of n = 8 responses of one turn, 256 tokens each, at three ratios of prompt to response."""
 
 import random
 from dataclasses import dataclass

@@ -200,7 +200,8 @@ def test_long_queries_run_in_blocks(monkeypatch, models, world):
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize(("max_tokens", "most_keys"), [(25, np.inf), (60, np.inf), (60, 2.0), (60, 1.0), (10_000, np.inf)])
+@pytest.mark.parametrize(("max_tokens", "most_keys"),
+                         [(25, np.inf), (60, np.inf), (60, 2.0), (60, 1.0), (10_000, np.inf)])
 def test_a_micro_batch_holds_what_was_planned(seed, max_tokens, most_keys):
     """Also where some sequences do not run, on two ranks, in two mini-batches. A group in one place runs each node of
     its trie once."""

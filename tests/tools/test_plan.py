@@ -86,7 +86,8 @@ def test_when_sharing_gains_is_said(run):
     said, _ = run(str(ROOT / "grpo.py"), "--policy.share-prompt")
     layer = 2 * 3584 * (3584 + 512) + 3 * 3584 * 18944
     share = 100 * 295 * 5 * 2 * 4 * 256 / (6 * layer)
-    keys, gains = re.search(r"sharing +([\d.]+) keys gathered for each token; .* more than ([\d.]+)% in common", said).groups()
+    line = re.search(r"sharing +([\d.]+) keys gathered for each token; .* more than ([\d.]+)% in common", said)
+    keys, gains = line.groups()
     assert float(gains) == pytest.approx(share, abs=0.05) and 0.1 < share < 1
     episodes, _ = run(str(ROOT / "grpo.py"), "--policy.share-prompt", "--rollout.episode", "envs/compacting.py")
     assert f"sharing  {float(keys) + 4:.1f} keys" in episodes
