@@ -123,9 +123,10 @@ def plan_step(sequences: Sequences, num_minibatches: int, world_size: int, max_t
     ranks wait for the slowest rank. With `sequences.order`, those that begin alike stay together if they fit, and
     what they begin with is counted once (--policy.share-prompt); all tokens of a micro-batch's sequences, which are the
     keys that it gathers, are at most `sequences.most_keys` times `max_tokens`. Sequences that do not
-    run keep their place in a mini-batch; their rank is -1. In each mini-batch one response of `sequences.can_watch`, drawn by the seed, runs nevertheless:
-    the canary. A response's sequences are in the same mini-batch. `group_size` consecutive ranks run a micro-batch
-    together, of `group_size` times `max_tokens`; each brings some responses (--policy.sequence-parallel)."""
+    run keep their place in a mini-batch; their rank is -1. In each mini-batch one response of `sequences.can_watch`,
+    drawn by the seed, runs nevertheless: the canary. A response's sequences are in the same mini-batch. `group_size`
+    consecutive ranks run a micro-batch together, of `group_size` times `max_tokens`; each brings some responses
+    (--policy.sequence-parallel)."""
     max_tokens *= group_size
     num_responses = int(sequences.responses.max(initial=-1)) + 1
     generator = np.random.default_rng(seed)
