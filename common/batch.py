@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.layout.shared_prompts import SharedPrompts, share_prompts
+from common.layout.shared_prefixes import SharedPrefixes, share_prefixes
 
 PER_TOKEN = {"per": "token"}
 PER_RESPONSE = {"per": "response"}
@@ -137,9 +137,9 @@ class Batch:
         return self.cached("sampled", lambda: self.mask.nonzero()[:, 0], source=self.mask)
 
     @property
-    def shared_prompts(self) -> SharedPrompts:
-        return self.cached("shared_prompts",
-                           lambda: share_prompts(self.tokens, self.mask, self.cu_seqlens, self.row))
+    def shared_prefixes(self) -> SharedPrefixes | None:
+        return self.cached("shared_prefixes", lambda: share_prefixes(
+            self.tokens, self.mask, self.cu_seqlens, self.row, self.routing))
 
     @classmethod
     def build(cls, prompts: list[list[int]], responses: list[list[int]], *, index: list[int] | None = None,
@@ -239,7 +239,7 @@ class Batch:
         return cls.of_fields(joined, offsets(torch.cat([batch.lengths for batch in batches])))
 
     def to(self, device: torch.device | str, share_prompt: bool = False) -> "Batch":
-        """Copy to another device. Before a copy to a GPU it computes host_lengths and sampled (and shared_prompts if
+        """Copy to another device. Before a copy to a GPU it computes host_lengths and sampled (and shared_prefixes if
         asked for), so that the GPU is never asked for them."""
         # a copy to the host is read next, so it must have arrived
         to_host = torch.device(device).type == "cpu" and self.tokens.device.type != "cpu"
@@ -249,8 +249,10 @@ class Batch:
             moved.cache["host_lengths"] = None, self.host_lengths
             moved.cache["sampled"] = moved.mask, self.sampled.to(device)
         if share_prompt:
-            shared = [x.to(device, non_blocking=True) for x in self.shared_prompts]
-            moved.cache["shared_prompts"] = None, SharedPrompts(*shared)
+            shared = self.shared_prefixes
+            if shared is not None:
+                shared = SharedPrefixes(*(x.to(device, non_blocking=True) for x in shared))
+            moved.cache["shared_prefixes"] = None, shared
         return moved
 
 

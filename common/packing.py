@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from common.layout.shared_prefixes import worth_sharing
+
 
 def partition(costs: np.ndarray, bins: int) -> list[np.ndarray]:
     """Greedy: most expensive item first, into the emptiest bin (LPT, Graham 1969). `bins` sets of items of nearly equal
@@ -86,8 +88,9 @@ class Sequences:
     costs: np.ndarray                               # float64, FLOPs, at least 0
     runs: np.ndarray | None = None                  # bool, False: it counts, and no rank runs it; None: all run
     responses: np.ndarray | None = None             # int64, the response that it belongs to; None: one each
-    groups: np.ndarray | None = None                # int64, its prompt's group, if prompts are shared
-    prompt_lengths: np.ndarray | None = None        # int64, tokens of the prompt, if prompts are shared
+    order: np.ndarray | None = None                 # int64, in which one follows what it has most in common with
+    common: np.ndarray | None = None                # int64, tokens that it begins with like the one before it there
+    most_keys: float = math.inf                     # that a micro-batch may gather for each token of its budget
     can_watch: np.ndarray | None = None             # bool, may run as a canary, if it does not run anyway; None: none
 
     def __post_init__(self) -> None:
@@ -117,11 +120,13 @@ def plan_step(sequences: Sequences, num_minibatches: int, world_size: int, max_t
     none and consist of dummies. In each, cost is balanced over ranks, and all ranks get the same number of
     micro-batches, the smallest number found that keeps to `max_tokens`. Only a sequence that is longer than that
     exceeds it, alone in its micro-batch. The i-th micro-batch of a rank is its i-th most expensive, because all
-    ranks wait for the slowest rank. With `sequences.groups`, a group's responses stay together if they fit, and
-    their prompt is counted once (--policy.share-prompt). Sequences that do not run keep their place in a mini-batch;
-    their rank is -1. In each mini-batch one response of `sequences.can_watch`, drawn by the seed, runs nevertheless:
-    the canary. A response's sequences are in the same mini-batch. `group_size` consecutive ranks run a micro-batch
-    together, of `group_size` times `max_tokens`; each brings some responses (--policy.sequence-parallel)."""
+    ranks wait for the slowest rank. With `sequences.order`, those that begin alike stay together if they fit, and
+    what they begin with is counted once (--policy.share-prompt); all tokens of a micro-batch's sequences, which are the
+    keys that it gathers, are at most `sequences.most_keys` times `max_tokens`. Sequences that do not
+    run keep their place in a mini-batch; their rank is -1. In each mini-batch one response of `sequences.can_watch`,
+    drawn by the seed, runs nevertheless: the canary. A response's sequences are in the same mini-batch. `group_size`
+    consecutive ranks run a micro-batch together, of `group_size` times `max_tokens`; each brings some responses
+    (--policy.sequence-parallel)."""
     max_tokens *= group_size
     num_responses = int(sequences.responses.max(initial=-1)) + 1
     generator = np.random.default_rng(seed)
@@ -146,11 +151,11 @@ def plan_step(sequences: Sequences, num_minibatches: int, world_size: int, max_t
 def _plan_minibatch(members: np.ndarray, sequences: Sequences, world_size: int, max_tokens: int,
                     group_size: int) -> list[list[np.ndarray]]:
     """The micro-batches of a mini-batch of these sequences: [micro-batch][rank] -> sequences."""
-    units = _units(members, sequences, max_tokens)                                              # what stays together
+    units = _units(members, sequences, max_tokens)                                                # what stays together
     tokens = np.zeros(len(units), dtype=np.int64)
     costs = np.zeros(len(units))
     for number, (num_tokens, unit) in enumerate(units):
-        tokens[number] = num_tokens
+        tokens[number] = _taken(num_tokens, int(sequences.lengths[unit].sum()), sequences)
         costs[number] = _cost_of(unit, num_tokens, sequences)
     shares = partition(costs, world_size // group_size)                                         # [group] -> units
     count = 1                                               # the least that all groups of ranks need
@@ -189,29 +194,52 @@ def _pack_shares(shares: list[np.ndarray], tokens: np.ndarray, costs: np.ndarray
 
 
 def _cost_of(unit: np.ndarray, num_tokens: int, sequences: Sequences) -> float:
-    """FLOPs of sequences that have so many tokens together: less than apart, if they share a prompt."""
+    """FLOPs of sequences of which so many tokens run: less than apart, if they begin alike."""
     return math.fsum(sequences.costs[unit]) * num_tokens / math.fsum(sequences.lengths[unit])
 
 
+def _taken(num_tokens: int, num_keys: int, sequences: Sequences) -> int:
+    """How much of a token budget sequences take of which so many tokens run, and which gather so many keys."""
+    return max(num_tokens, math.ceil(num_keys / sequences.most_keys))
+
+
 def _units(members: np.ndarray, sequences: Sequences, max_tokens: int) -> list[tuple[int, np.ndarray]]:
-    """The (tokens, sequences) that stay together: single sequences, or those of a group that fit together."""
+    """The (tokens that run, sequences) that stay together: single sequences, or those that begin alike and fit."""
     lengths = sequences.lengths
     units: list[tuple[int, np.ndarray]] = []
-    if sequences.groups is None:
+    if sequences.order is None:
         for i in members:
             units.append((int(lengths[i]), np.array([i])))
         return units
-    for group in np.unique(sequences.groups[members]):
-        unit: list[int] = []
-        tokens = 0
-        for i in members[sequences.groups[members] == group]:
-            own = int(lengths[i] - sequences.prompt_lengths[i])                                 # without the prompt
-            if unit and tokens + own > max_tokens:
-                units.append((tokens, np.array(unit)))
-                unit = []
-            if not unit:
-                tokens = int(sequences.prompt_lengths[i])                       # once for all of them
-            tokens += own
-            unit.append(i)
+    unit: list[int] = []
+    tokens = 0
+    keys = 0
+    for i, shared in _followers(members, sequences):
+        length = int(lengths[i])
+        if unit and (not shared or _taken(tokens + length - shared, keys + length, sequences) > max_tokens):
+            units.append((tokens, np.array(unit)))
+            unit = []
+        if not unit:
+            tokens = 0
+            keys = 0
+            shared = 0                                              # what it begins with runs with it
+        tokens += length - shared
+        keys += length
+        unit.append(i)
+    if unit:
         units.append((tokens, np.array(unit)))
     return units
+
+
+def _followers(members: np.ndarray, sequences: Sequences) -> list[tuple[int, int]]:
+    """These sequences in the order in which they begin alike, and how many tokens each shares with the one before."""
+    is_member = np.zeros(len(sequences.lengths), dtype=bool)
+    is_member[members] = True
+    places = np.flatnonzero(is_member[sequences.order])
+    if not len(places):
+        return []
+    begins = np.append(0, places[:-1] + 1)                          # what is between two members counts, too
+    common = np.minimum.reduceat(sequences.common[sequences.order][: places[-1] + 1], begins)
+    numbers = sequences.order[places]
+    shared = worth_sharing(common, sequences.lengths[numbers])
+    return [*zip(numbers.tolist(), shared.tolist())]

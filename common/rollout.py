@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from common.batch import Batch
+from common.layout.shared_prefixes import sort_by_prefix
 from common.model.flops import sequence_cost
 from common.packing import Sequences, plan_step
 from common.parallel.exchange import exchange, gather_numbers, routing_of
@@ -91,10 +92,11 @@ class Rollout:
             indices.append(sample.index)
             logps.append(part.logp)
             masks.append(part.mask or [True] * len(part.tokens))
-            row = -1  # without images
-            if sample.prompt.images and part.prompt is None:
+            row = -1  # without images, also after the prompt
+            is_rows_prompt = part.prompt is None or (prompt == sample.prompt.tokens and not sample.prompt.images)
+            if is_rows_prompt and (sample.prompt.images or part.images):
                 row = sample.row
-            elif part.images and prompt != sample.prompt.tokens:
+            elif part.images:
                 # a prompt that is not its row's shares its images with no other: a number of its own below -1
                 row = -2 - number
             rows.append(row)
@@ -249,7 +251,8 @@ class Layout:
     num_minibatches: int
     max_tokens: int  # the budget of a micro-batch on one rank
     seed: int  # of the order in which responses come into mini-batches
-    share_prompt: bool = False  # groups stay together where they fit
+    share_prompt: bool = False  # what begins alike stays together where it fits
+    most_keys: float = math.inf  # that a micro-batch may gather for each token of its budget
 
 
 def to_minibatches(rollout: Rollout, in_loss: Tensor, layout: Layout, step: int = -1,
@@ -274,17 +277,24 @@ def to_minibatches(rollout: Rollout, in_loss: Tensor, layout: Layout, step: int 
     batch.fresh = rollout.step[batch.index] == step
     parts = rollout.sequences()
     batch.routing = routing_of(batch.lengths.tolist(), [part.routing for *_, part in parts])
-    prompt_lengths = torch.tensor([len(prompt) for *_, prompt, _ in parts], dtype=torch.float64)
-    known = torch.stack([batch.index.double(), batch.lengths.double(), prompt_lengths], dim=1)
-    index, lengths, prompt_lengths = gather_numbers(known, batch.number).T                          # [N] of sequences
-    index, lengths = index.long(), lengths.long().numpy()
     world = layout.world
-    share_prompt = layout.share_prompt
+    place, common = torch.zeros(2, len(batch), dtype=torch.int64)   # in the order in which sequences begin alike
+    if layout.share_prompt:
+        group = rollout.group[batch.index]
+        order, shared = sort_by_prefix(batch.tokens, batch.mask, batch.cu_seqlens, batch.row, batch.routing, group)
+        place[order] = torch.arange(len(batch))
+        common[order] = torch.from_numpy(shared)
+    known = torch.stack([batch.index, batch.lengths, torch.full_like(place, world.rank), place, common], dim=1)
+    index, lengths, *ranks_places, common = gather_numbers(known, batch.number).long().T            # [N] of sequences
+    lengths = lengths.numpy()
+    order = None
+    if layout.share_prompt:
+        rank, place = ranks_places
+        order = np.lexsort((place, rank, rollout.group[index]))
     counted_lengths = rollout.response_lengths * in_loss                                            # [S]
     sequences = Sequences(
         lengths, sequence_cost(lengths, layout.hf_config), runs[index].numpy(), index.numpy(),
-        rollout.group[index].numpy() if share_prompt else None, prompt_lengths.numpy(),
-        can_watch=(counted_lengths > 0)[index].numpy(),
+        order, common.numpy(), layout.most_keys, can_watch=(counted_lengths > 0)[index].numpy(),
     )
     plan = plan_step(sequences, layout.num_minibatches, world.size, layout.max_tokens, layout.seed, world.group_size)
     if skip_zero_advantage:
@@ -295,7 +305,7 @@ def to_minibatches(rollout: Rollout, in_loss: Tensor, layout: Layout, step: int 
         mine = [batch.microbatch(of_ranks[world.rank]) for of_ranks in planned]
         responses = index[left_out]
         left_out_lengths = torch.zeros_like(counted_lengths).index_copy(0, responses, counted_lengths[responses])
-        minibatches.append(Minibatch([x.to(world.device, share_prompt) for x in mine], left_out_lengths))
+        minibatches.append(Minibatch([x.to(world.device, layout.share_prompt) for x in mine], left_out_lengths))
     return minibatches
 
 

@@ -22,6 +22,7 @@ from common.flags.correction import CorrectionConfig
 from common.flags.rollout import RolloutConfig
 from common.flags.run import RunArgs
 from common.memory.offload import Offload
+from common.memory.plan import keys_per_token
 from common.metrics import Meter
 from common.model.policy import PackedModel
 from common.model.reward_model import RewardModel
@@ -174,7 +175,11 @@ class Run(Training):
         is 0 do not run through the model and only count in the denominators, unless --run-zero-advantage; see
         `rollout.to_minibatches`."""
         seed = seed_of(self.args.seed, step, "minibatches")
-        layout = Layout(self.hf_config, self.world, num_minibatches, max_tokens, seed, self.policy.share_prompt)
+        most_keys = math.inf
+        if self.args.rollout.episode:
+            most_keys = keys_per_token(self.args.rollout, self.max_sequence_length)
+        layout = Layout(self.hf_config, self.world, num_minibatches, max_tokens, seed, self.policy.share_prompt,
+                        most_keys)
         runs_all = self.args.run_zero_advantage or self.args.policy.router_aux_coef > 0     # a loss on every token
         skip = skip_zero_advantage and not runs_all
         minibatches = to_minibatches(rollout, in_loss, layout, step, skip)

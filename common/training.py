@@ -40,7 +40,7 @@ from common.tracking.console import batch_line, kernels_line, step_line, summary
 from common.tracking.logger import Tracker
 from common.tracking.phase import Phase
 from common.tracking.start import check_best_metric, notes
-from common.tracking.step import peak_flops, step_metrics
+from common.tracking.step import peak_flops, shared_tokens_frac, step_metrics
 from envs.runtime.template import Clock
 
 # the calls that make the attributes of a run, for the error of whoever reads one before
@@ -302,6 +302,8 @@ class Training(Models):
         if prompts is not None:
             self.metrics["signal/noise_scale"] = prompts
             self.metrics["signal/noise_to_signal"] = prompts * max(len(minibatches), 1) / self.rows_per_step
+        if args.policy.share_prompt:
+            self.metrics["perf/shared_tokens_frac"] = shared_tokens_frac(minibatches)
         self.metrics |= metrics | {"training/global_step": done, "training/epoch": self.sampler.epoch}
         state: dict[str, Any] = {"step": done, "total_steps": self.total_steps}
         state |= {"sampler": self.sampler.state_dict(), "script": self.script_state, "day": str(Clock.day)}

@@ -32,8 +32,10 @@ from common.flags.model import ModelConfig
 from common.flags.rollout import RolloutConfig
 from common.flags.run import RunArgs
 from common.forward.attention import head_dims
+from common.layout.shared_prefixes import LEAST_COMMON
 from common.memory.plan import FREE_BLOCKS, GIB, IN_PASSES, MAX_TOKENS, MemoryPlan, Model
 from common.model import loading
+from common.model.flops import count_layers
 from common.model.loading import read_config
 from common.parallel.ranks import SAMPLERS, World
 from common.run import Run
@@ -47,6 +49,10 @@ common/engine/vllm.py)."""
 ENGINE_TOKENS = {70.0: 16384, 0.0: 8192}
 """GiB of a GPU, at least -> tokens of vLLM's largest forward pass, its max_num_batched_tokens (of an A100 always the
 smaller number: the plan knows no names, and calculates with the larger one)."""
+FLOPS_PER_BYTE = 295
+"""FLOPs in bfloat16 of an H100 in the time in which it moves a byte."""
+KEY_MOVES = 5
+"""How often a gathered key moves: read and written, and its gradient read and added to what is there."""
 AT_A_TIME = 16
 """Longest sequences that the engine's cache must hold. vLLM starts with one, and then decodes one at a time."""
 
@@ -216,6 +222,14 @@ def in_words(flags: dict[str, Any]) -> str:
                     for flag, value in flags.items())
 
 
+def gather_share(policy: Model) -> float:
+    """With --policy.share-prompt, the part of a sequence that must be common to others so that running it once saves
+    what the gathering of the sequence's keys and values costs, in forward and backward pass."""
+    key = policy.itemsize * policy.kv_heads * sum(head_dims(policy.config))
+    flops_of_token = 6 * count_layers(policy.config).weights / policy.num_blocks
+    return FLOPS_PER_BYTE * KEY_MOVES * key / flops_of_token
+
+
 def report(command: Command, node: int) -> str:
     """The table by phase, and what follows from it."""
     phases, totals = command.phases(), command.totals()
@@ -236,6 +250,10 @@ def report(command: Command, node: int) -> str:
         f"fullest  {fullest}, {totals[fullest]:.1f} of {command.gpu_gb:.1f} GiB: "
         f"{'it fits' if command.fits() else 'it does not fit'}",
     ]
+    if command.args.policy.share_prompt:
+        lines.append(f"sharing  {command.plan.keys:.1f} keys gathered for each token; it saves time where sequences "
+                     f"have more than {gather_share(policy):.1%} in common, and below {LEAST_COMMON:.0%} nothing is "
+                     f"shared")
     share = command.args.rollout.gpu_memory_utilization
     given = f"--rollout.gpu-memory-utilization {share:g} is {share * command.gpu_gb:.1f} GiB: "
     if command.share_is_too_small():

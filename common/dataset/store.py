@@ -82,11 +82,13 @@ class PromptSet(Sequence):
         return self if self.has_images else None
 
     def images_of(self, number: int, row: int) -> list[bytes]:
-        """The images of a sequence with this number in the step, in their order. `row`: of the prompt whose images come
-        first; below 0: there are none."""
+        """The images of a sequence with this number in the step, in their order. `row`: of the prompt whose images
+        come first, if it has some; below 0: there are none."""
         files: list[bytes] = []
         if row >= 0:
-            files = self[row].images.files
+            of_prompt = self[row].images
+            if of_prompt is not None:
+                files = of_prompt.files
         own = self.own_images.get(number, ())
         return [*files, *map(b64decode, own)]
 

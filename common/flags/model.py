@@ -20,8 +20,8 @@ class ModelConfig:
     liger: bool = True
     """Use Liger's fused kernels for norms, rotary embeddings and MLPs, for the families it supports. Only for a GPU."""
     share_prompt: bool = False
-    """Compute the prompt of a group once per micro-batch, not once per response: the same gradient for fewer tokens.
-    Needs training."""
+    """Compute what sequences of a micro-batch begin with once: the prompt of a group, the history that turns and
+    branches of an episode repeat. The same gradient for fewer tokens. Needs training."""
     sequence_parallel: int = 1
     """Number of ranks that run a micro-batch together, each a part of every sequence, so that a response need not fit
     on one GPU. Together they hold this many times the token budget."""

@@ -1,6 +1,8 @@
 """Attention over packed sequences: one row of tokens, cut by `cu_seq_lens` into sequences that never see each other."""
 
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain, starmap
 from typing import NamedTuple
 
 import torch
@@ -20,6 +22,11 @@ FEWER_KEY_HEADS: dict[str, bool] = {}
 """Lets keys have fewer heads than queries; torch 2.11 needs no argument for it."""
 if "enable_gqa" in varlen_attn.__kwdefaults__:
     FEWER_KEY_HEADS["enable_gqa"] = True
+
+
+BLOCK = 256
+"""Queries of a call of sdpa with a mask. Measured on a CPU, forward and backward: 4,000 queries after 96 keys take 1.7
+times as long in one block as in blocks of 256."""
 
 
 class Kernel(NamedTuple):
@@ -55,7 +62,7 @@ def packed_sdpa(
         value = value.float()
     sequences = zip(query.split(num_queries, 2), key.split(num_keys, 2), value.split(num_keys, 2), strict=True)
     out = []
-    for q, k, v in sequences:
+    for q, k, v in chain.from_iterable(starmap(_in_blocks, sequences)):
         new = q.shape[2]
         length = k.shape[2]
         window = sliding_window or length
@@ -73,6 +80,19 @@ def packed_sdpa(
             out.append(_soft_capped(q, k, v, mask, softcap, scaling))
     # [1, T, heads, D], which some families take a view of
     return torch.cat(out, dim=2).to(dtype).transpose(1, 2).contiguous(), None
+
+
+def _in_blocks(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Queries that continue a longer sequence, in blocks, with the keys up to each: with a mask, sdpa also computes
+    what the mask hides. Others as they are."""
+    before = k.shape[2] - q.shape[2]
+    if not before:
+        yield q, k, v
+        return
+    for start in range(0, q.shape[2], BLOCK):
+        block = q[:, :, start : start + BLOCK]
+        end = before + start + block.shape[2]
+        yield block, k[:, :, :end], v[:, :, :end]
 
 
 def _causal_mask(new: int, length: int, window: int, device: torch.device) -> Tensor:
@@ -144,7 +164,7 @@ def _take_keys(key: Tensor, value: Tensor, key_rows: Tensor | None = None, num_r
     """The keys and values that the queries see. With a `sequence_group`, those of all its ranks, `num_rows` of each.
 
     `key_rows` [K]: sequence i's keys are the rows `key_rows[cu_seq_lens_k[i] : cu_seq_lens_k[i + 1]]`. Its queries are
-    the last of them (a response continues after a prompt that others share)."""
+    the last of them (a sequence continues after what others begin with, too)."""
     if sequence_group is not None:
         key, value = gather_keys(key, value, sequence_group, num_rows)
     if key_rows is not None:

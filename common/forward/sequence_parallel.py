@@ -57,7 +57,7 @@ def make_row(batch: Batch, share_prompt: bool, group: dist.ProcessGroup | None) 
         batches = all_gather_objects(mine.to("cpu"), group)
         start = sum(len(earlier.tokens) for earlier in batches[: dist.get_rank(group)])
         own = slice(start, start + len(mine.tokens))
-        batch = Batch.cat(batches).to(mine.tokens.device)
+        batch = Batch.cat(batches).to(mine.tokens.device, share_prompt)
     # the shift from "next token" to "this token" is here and nowhere else: position t is scored by that of t - 1
     before = batch.sampled - 1                                                                  # [N]
     run = torch.arange(len(batch.tokens), device=batch.tokens.device)
@@ -69,8 +69,8 @@ def make_row(batch: Batch, share_prompt: bool, group: dist.ProcessGroup | None) 
         "max_length_k": max(batch.host_lengths),
         "seq_idx": batch.sequence_ids[None].int(),              # what transformers tells layers with a state
     }
-    if share_prompt:
-        shared = batch.shared_prompts
+    shared = batch.shared_prefixes if share_prompt else None
+    if shared is not None:
         before = shared.row[before]
         run = shared.run
         runs_as = shared.run[shared.row]

@@ -1,1 +1,1 @@
-"""How packed sequences are laid out where a prompt runs once for its group."""
+"""How packed sequences are laid out where what several of them begin with runs once."""

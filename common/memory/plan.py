@@ -36,6 +36,19 @@ FREE_BLOCKS = {"gradients": 0.5, **dict.fromkeys(IN_PASSES, 0.15)}
 one by one between temporary tensors)."""
 
 
+KEYS_OF_EPISODES = 4.0
+"""Keys of an episode's further sequences that a micro-batch gathers at most, for each token that runs."""
+
+
+def keys_per_token(rollout: Any, longest: int) -> float:
+    """With --policy.share-prompt, the keys that a micro-batch gathers for each token that runs: those of a whole
+    sequence for each response; and of episodes, which may have many sequences, so many that packing keeps to it."""
+    keys = longest / rollout.max_response_length
+    if rollout.episode:
+        keys += KEYS_OF_EPISODES
+    return keys
+
+
 class MemoryPlan:
     """The trainer's memory on the fullest GPU, in GiB."""
 
@@ -88,7 +101,7 @@ class MemoryPlan:
         if args.rollout.engine == "hf":                                 # its weights stay on the GPU
             self.reserved_gb += self.policy.itemsize * self.policy.all / GIB
         if policy.share_prompt:
-            self.keys += longest / args.rollout.max_response_length
+            self.keys += keys_per_token(args.rollout, longest)
 
     def _add_frozen(self, args: Any, hf_config: PretrainedConfig, ranks: int, path: str) -> Model:
         """Count a frozen policy or a teacher."""

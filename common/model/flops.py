@@ -73,14 +73,15 @@ def sequence_cost(lengths: np.ndarray, config: PretrainedConfig) -> np.ndarray:
 def microbatch_flops(batch: Batch, config: PretrainedConfig, share_prompt: bool) -> float:
     """Forward FLOPs of a micro-batch as the policy runs it.
 
-    With `share_prompt` a prompt runs once, and the responses after it attend to it. The output head runs only where the
-    policy sampled a token."""
+    With `share_prompt` what several sequences begin with runs once, and what follows attends to it. The output head
+    runs only where the policy sampled a token."""
     tower = 0.0
     if config.model_type in FAMILIES and batch.row is not None:
         tower = _tower(batch, config)
-    if share_prompt:
-        num_queries = _lengths(batch.shared_prompts.cu_seqlens)
-        num_keys = _lengths(batch.shared_prompts.cu_seqlens_k)
+    shared = batch.shared_prefixes if share_prompt else None
+    if shared is not None:
+        num_queries = _lengths(shared.cu_seqlens)
+        num_keys = _lengths(shared.cu_seqlens_k)
     else:
         num_queries = np.array(batch.host_lengths, dtype=np.float64)
         num_keys = num_queries

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from common.metrics import Meter, Timer, spread
-from common.parallel.ranks import World
+from common.parallel.ranks import World, all_sum
 from common.rollout import Minibatch, Rollout
 from common.segments import is_constant
 
@@ -66,6 +66,19 @@ def step_metrics(meter: Meter, timer: Timer, world: World, lengths: np.ndarray, 
         if peak is not None:
             metrics["perf/mfu/actor"] = achieved / peak
     return metrics
+
+
+def shared_tokens_frac(minibatches: list[Minibatch]) -> float:
+    """Share of the tokens of the update, on all ranks, that did not run because others begin with them, too
+    (--policy.share-prompt). All ranks call this together."""
+    num_shared = 0
+    num_tokens = 0
+    for microbatch in chain(*minibatches):
+        num_tokens += len(microbatch.tokens)
+        if microbatch.shared_prefixes is not None:
+            num_shared += len(microbatch.tokens) - len(microbatch.shared_prefixes.run)
+    of_all_ranks, tokens = all_sum([num_shared, num_tokens]).tolist()
+    return of_all_ranks / max(tokens, 1)
 
 
 def rollout_metrics(sampled: Rollout, num_sampled_tokens: float, gen_s: float, max_prompt_length: int,

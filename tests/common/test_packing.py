@@ -470,7 +470,8 @@ def test_groups_stay_together_and_their_prompt_counts_once(world_size, max_token
     prompts, groups = rng.integers(5, 30, 7).repeat(4), np.arange(28) // 4
     lengths = prompts + rng.integers(1, 12, 28)
     costs = lengths.astype(float)
-    sequences = Sequences(lengths, costs, groups=groups, prompt_lengths=prompts)
+    common = np.where(np.arange(28) % 4, prompts, 0)            # with the one before it in its group
+    sequences = Sequences(lengths, costs, order=np.arange(28), common=common)
     plan = plan_step(sequences, 1, world_size, max_tokens, 0)
     cuts = 0
     seen = []

@@ -57,6 +57,20 @@ def by_index(rollout: Rollout) -> dict[int, tuple[int, float]]:
     return {s.index: (s.group, s.score) for s in rollout.samples}
 
 
+def test_what_shows_images_is_told_from_text(world):
+    """Equal tokens may be other pictures: `Batch.row` is -1 for what shows none, the prompt's row where that begins the
+    sequence, and a number of its own for another prompt."""
+    samples = make_samples([1.0] * 6, group_size=1)
+    shown = replace(DATA[1], images="its pictures")
+    tokens = DATA[1].tokens
+    for sample, prompt, response in zip(samples, (DATA[1], DATA[1], DATA[1], shown, shown, shown), (
+        Response([7]), Response([7], prompt=tokens), Response([7], prompt=tokens, images=["a tool's"]),
+        Response([7]), Response([7], prompt=tokens, images=["others"]), Response([7], prompt=[5], images=["others"]),
+    ), strict=True):
+        sample.prompt, sample.row, sample.response = prompt, 1, replace(response, logp=[-0.5], mask=[True])
+    assert gather_rollout(samples).batch.row.tolist() == [-1, -1, 1, 1, -2 - 4, -2 - 5]
+
+
 def test_a_rollout_knows_every_response(world):
     samples = make_samples([1.0, float("nan"), 0.5, 2.0])
     rollout = gather_rollout([samples[i] for i in (2, 0, 3, 1)])

@@ -204,7 +204,7 @@ def microbatch(case: Case) -> Batch:
             break
         room -= needed
         prompts.append([3 + len(prompts) // case.samples_per_prompt] * case.prompt_length)
-    responses = [[7] * case.response_length] * len(prompts)
+    responses = [[3 + n] * case.response_length for n in range(len(prompts))]          # no two begin alike
     return Batch.build(prompts, responses, rollout_logps=[[-1.0] * case.response_length] * len(prompts))
 
 

@@ -162,7 +162,7 @@ def test_a_forward_reads_nothing(runs):
         assert not [place for place in read if re.match(f"common/({parts})", place)], name
         assert read["common/optim.py:optimizer_step"] >= 2
         assert not {"common/batch.py:to", "common/batch.py:<dictcomp>"} & read.keys()   # advantages are written before
-        assert read.get("common/layout/shared_prompts.py:share_prompts", 0) <= (15 if name == "shared" else 0)
+        assert read.get("common/layout/shared_prefixes.py:sort_by_prefix", 0) <= (15 if name == "shared" else 0)
 
 
 def test_a_microbatch_reads_nothing(runs):

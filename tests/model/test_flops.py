@@ -48,7 +48,7 @@ def test_a_microbatch_costs_what_torch_counts(name, share_prompt):
         policy(batch, 1.0)
     segments = [(0, len(p) + len(r)) for p, r in zip([LONG] * 3 + [SHORT] * 2, RESPONSES)]
     if share_prompt:
-        segments = [(0, 9), (9, 4), (9, 1), (9, 6), (0, 3), (3, 2)]                    # (keys before, new tokens)
+        segments = [(0, 13), (9, 1), (9, 6), (0, 3), (3, 2)]                            # (keys before, new tokens)
     outside = sum(pairs_outside(*segment, window) for segment in segments for window in windows)
     got = microbatch_flops(batch, config, share_prompt)
     counts = counter.get_flop_counts().items()                          # rotary angles are a product before 5.19
@@ -85,16 +85,16 @@ def test_the_layers_of_a_family_cost_what_torch_counts(family, num_layers, width
 
 
 def test_a_shared_prompt_is_counted_once():
-    """By hand: 64 responses of 2 tokens to a prompt of 100 run 100 + 128 tokens, not 64 x 102."""
+    """By hand: 60 responses of 2 tokens to a prompt of 100 run 100 + 120 tokens, not 60 x 102."""
     config = LlamaConfig(**SIZES)
-    batch = Batch.build([list(range(1, 51)) * 2] * 64, [[3, 4]] * 64)
+    batch = Batch.build([list(range(1, 51)) * 2] * 60, [[n, 4] for n in range(60)])
     layers = 2 * (2 * 32 * 8 * (2 * 4 + 2 * 2) + 6 * 32 * 48)                           # a token
-    head = 2 * 32 * 61 * 128                                                            # where a token was sampled
+    head = 2 * 32 * 61 * 120                                                            # where a token was sampled
     pair = 2 * 4 * 4 * 8                                                                # layers, FLOPs, heads, head_dim
-    pairs = 100 * 101 // 2 + 64 * (101 + 102)
-    assert microbatch_flops(batch, config, share_prompt=True) == layers * 228 + head + pair * pairs
+    pairs = 100 * 101 // 2 + 60 * (101 + 102)
+    assert microbatch_flops(batch, config, share_prompt=True) == layers * 220 + head + pair * pairs
     apart = microbatch_flops(batch, config, share_prompt=False)
-    assert apart == layers * 64 * 102 + head + pair * 64 * 102 * 103 // 2
+    assert apart == layers * 60 * 102 + head + pair * 60 * 102 * 103 // 2
     assert apart > 20 * microbatch_flops(batch, config, share_prompt=True)
 
 
@@ -111,7 +111,7 @@ def test_no_more_is_counted_than_torch_counts():
     """So MFU stays below 1: with a shared prompt, the count is below that of the operations that ran."""
     config = LlamaConfig(**SIZES)
     policy = Policy(AutoModelForCausalLM.from_config(config, attn_implementation="packed_sdpa").float())
-    batch = Batch.build([list(range(1, 31))] * 16, [[3, 4]] * 16)
+    batch = Batch.build([list(range(1, 31))] * 16, [[n, 4] for n in range(16)])
     policy.share_prompt = True
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
         policy(batch, 1.0)

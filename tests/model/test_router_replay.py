@@ -182,27 +182,25 @@ def test_what_was_recorded_is_replayed_after_a_step(world, tmp_path):
     assert 0 < changed.mean() < 1
 
 
-def test_shared_prompts_and_dummies(world, tmp_path):
-    """Where a prompt runs once, it has the experts of the first response, and all responses get what was recorded."""
+def test_shared_prefixes_and_dummies(world, tmp_path):
+    """What has the same experts runs once, and all responses get what was recorded."""
     folder, policy = make("qwen3_moe", tmp_path, world, share_prompt=True)
     prompts, answers = [[5, 6, 7, 8]] * 3 + [[9, 10]], [[11, 12, 13], [14, 15], [16, 17, 18, 19], [20, 21, 22]]
     batch = Batch.build(prompts, answers)
     table = draw_table(batch, 2, 2)
+    table[7:11] = table[:4]                                             # two of the three equal prompts
+    table[13:17] = table[:4]
+    table[16] = (table[3] + 1) % 4                                      # the third one but for its last token
     batch.routing = table.short()
-    table[7:11] = table[13:17] = table[:4]                              # the three equal prompts
-    assert len(batch.shared_prompts.run) == len(batch.tokens) - 8
+    assert len(batch.shared_prefixes.run) == len(batch.tokens) - 4 - 3
     logp, found = gradient(policy, batch)
     want_logp, want = by_hand(folder, softmax_then_choose, batch, table)
     assert (logp - want_logp).abs().max() < 5 * TOLERANCE
     assert_same(found, want)
-    batch.routing = None
+    batch = replace(batch, routing=None, cache={})
     logp = policy.score(batch, 1.0)
     assert torch.equal(batch.routing[7:11], batch.routing[:4]) and torch.equal(batch.routing[13:17], batch.routing[:4])
     assert torch.equal(policy.score(batch, 1.0), logp)
-    # a response that a correction rejects leaves its group's prompt, which then runs in another place
-    rejected = replace(batch, mask=batch.mask & (batch.sequence_ids > 0), cache={})
-    assert 0 not in rejected.shared_prompts.row[7:]
-    assert (policy.score(rejected, 1.0) - logp)[7:].abs().max() < TOLERANCE
     assert policy.router_changed.abs().max() == 0
     for dummy in (batch.dummy(), replace(batch, routing=None, cache={}).dummy()):
         policy.score(dummy, 1.0)

@@ -14,6 +14,7 @@ import grpo
 from common import losses
 from common.batch import Batch
 from common.checkpoint.state import load_parts, tensors_of
+from common.layout.shared_prefixes import sort_by_prefix
 from common.model.flops import sequence_cost
 from common.model.loading import Weights, load_policy, read_config
 from common.model.lora import LoRAConfig
@@ -76,9 +77,14 @@ def gradient(policy: Policy, world: ranks.World, hf_config, step: Step, order: l
     lengths = (prompt_lengths + response_lengths).numpy().astype(np.int64)
     assert advantages[numbers].tolist() == step.advantages
     trained = (advantages != 0).numpy() if skip else np.ones(len(order), dtype=bool)
-    groups = np.arange(len(order)) // step.samples_per_prompt if policy.share_prompt else None
-    sequences = Sequences(lengths, sequence_cost(lengths, hf_config), trained, response_of.numpy(), groups,
-                          prompt_lengths.numpy())
+    alike = {}
+    if policy.share_prompt:
+        by_number = numbers.argsort()
+        whole = Batch.build([step.prompts[i] for i in by_number], [step.responses[i] for i in by_number])
+        groups = by_number // step.samples_per_prompt
+        by_prefix, common = sort_by_prefix(whole.tokens, whole.mask, whole.cu_seqlens, None, None, groups)
+        alike = {"order": by_prefix, "common": common[by_prefix.argsort()]}
+    sequences = Sequences(lengths, sequence_cost(lengths, hf_config), trained, response_of.numpy(), **alike)
     plan = plan_step(sequences, 1, world.size, budget, seed=1, group_size=world.group_size)
     batch = batch.select(torch.from_numpy(np.flatnonzero(trained[batch.number.numpy()])))
     batch = exchange(batch, plan.rank[batch.number.numpy()])

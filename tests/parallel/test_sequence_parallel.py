@@ -54,7 +54,8 @@ def save_models(folder: Path) -> dict[str, str]:
 
 
 def make_step() -> Step:
-    """12 responses to 4 prompts, one of which has one token: fewer than the chunks of four ranks."""
+    """12 responses to 4 prompts, one of which has one token: fewer than the chunks of four ranks. Some begin with the
+    whole of another response, as the turns of an episode do, or with a part of it."""
     generator = torch.Generator().manual_seed(7)
 
     def draw(n: int) -> list[int]:
@@ -62,6 +63,9 @@ def make_step() -> Step:
 
     prompts = [prompt for n in (1, 4, 7, 2) for prompt in [draw(n)] * 3]
     responses = [draw(n) for n in (1, 9, 23, 2, 5, 3, 17, 1, 8, 30, 4, 2)]
+    responses[2][:9] = responses[1]
+    responses[7][:1] = responses[6][:1]
+    responses[9][:5] = responses[10] + responses[11][:1]
     masks = [[i != 3 for i in range(len(response))] for response in responses]
     old = [(-torch.rand(len(r), generator=generator) * 4 - 1).tolist() for r in responses]
     advantages = [(i * 37 % 11 - 5) / 4 + 0.1 for i in range(12)]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from transformers import AutoTokenizer
 
 from tests.conftest import STOPS, launch_all
 from tests.engine.episode_runs import FILE, runs_of
@@ -99,3 +100,47 @@ def test_ppo_gets_the_reward_of_each_turn(runs):
             carried = rewards.get(t, 0.0) + 0.5 * carried  # lambda 1: the discounted return-to-go, whatever the values
             want[t] = carried
         assert [row["returns"][t] for t in sampled] == pytest.approx([want[t] for t in sampled], abs=1e-4)
+
+
+EPISODE = """async def episode(chat, row):
+    text = await chat.reply(max_tokens=6)
+    for n in range(4):
+        text = await chat.reply({"role": "user", "content": f"Turn {n}."}, max_tokens=6)
+    other = chat.begin("critic")
+    judged = await other.reply({"role": "user", "content": "Game 0. Is it right?"}, max_tokens=4)
+    return (sum(map(ord, text)) + len(judged)) % 7
+"""
+
+
+def test_shared_histories_change_no_metric(tiny_llama, tmp_path):
+    """grpo.py --policy.share-prompt on episodes whose template shortens earlier replies, so that each turn but the
+    first two is a sequence of its own, and of a second conversation: the metrics are those of a run without it."""
+    data = tmp_path / "games.jsonl"
+    rows = [{"prompt": f"Game {i}.", "data_source": "games", "reward_model": {"ground_truth": ""}} for i in range(4)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "turns.py").write_text(EPISODE)
+    template = AutoTokenizer.from_pretrained(tiny_llama).chat_template.replace(
+        "message['content'] + '<|im_end|>'",
+        "(message['content'][:1] if message.role == 'assistant' and loop.index0 < messages | length - 2 "
+        "else message['content']) + '<|im_end|>'",
+    )
+    (tmp_path / "short.jinja").write_text(template)
+    flags = [
+        "grpo", "--model", tiny_llama, "--train-data", str(data), "--total-steps", "3", "--prompts-per-step", "2",
+        "--samples-per-prompt", "4", "--minibatches-per-step", "2", "--max-tokens-per-gpu", "700", "--optim.lr", "1e-3",
+        "--data.max-prompt-length", "100", "--data.chat-template-file", str(tmp_path / "short.jinja"),
+        "--rollout.max-response-length", "300", "--rollout.engine", "hf", "--rollout.max-turns", "8",
+        "--rollout.episode", f"{tmp_path / 'turns.py'}:episode", "--policy.compute-dtype", "float32",
+        "--kl-loss-coef", "0.1", "--reward.num-workers", "1", *STOPS,
+    ]
+    launch_all(tmp_path, {"apart": flags, "shared": [*flags, "--policy.share-prompt"]})
+    apart, shared = (metrics_of(tmp_path / name) for name in ("apart", "shared"))
+    assert len(apart) == len(shared) == 3
+    for row, other in zip(apart, shared, strict=True):
+        assert other.pop("perf/shared_tokens_frac") > 0.5
+        assert row.keys() == other.keys()
+        assert row["episode/num_sequences"] > 4
+        assert row["actor/grad_norm"] > 0.01
+        for name, value in row.items():
+            if not name.startswith(("timing", "perf/", "global_seqlen/balanced")) and "tokens_per_s" not in name:
+                assert other[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name

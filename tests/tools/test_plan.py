@@ -80,6 +80,20 @@ def test_as_few_layers_are_recomputed_as_fit(run):
     assert "0 of 28 layers" in run(str(ROOT / "grpo.py"), gb="192")[0]
 
 
+def test_when_sharing_gains_is_said(run):
+    """By hand: a key of 4 heads of 128, and its value, in bfloat16, moves 5 times, at 295 FLOPs a byte, against 6 FLOPs
+    a weight of a layer. Episodes may gather 4 keys more for each token."""
+    said, _ = run(str(ROOT / "grpo.py"), "--policy.share-prompt")
+    layer = 2 * 3584 * (3584 + 512) + 3 * 3584 * 18944
+    share = 100 * 295 * 5 * 2 * 4 * 256 / (6 * layer)
+    line = re.search(r"sharing +([\d.]+) keys gathered for each token; .* more than ([\d.]+)% in common", said)
+    keys, gains = line.groups()
+    assert float(gains) == pytest.approx(share, abs=0.05) and 0.1 < share < 1
+    episodes, _ = run(str(ROOT / "grpo.py"), "--policy.share-prompt", "--rollout.episode", "envs/compacting.py")
+    assert f"sharing  {float(keys) + 4:.1f} keys" in episodes
+    assert "sharing" not in run(str(ROOT / "grpo.py"))[0]
+
+
 def test_a_fork_is_planned(run, tmp_path):
     """Whatever it is called; its flags reach the plan: a reference model is 2 bytes a weight over the ranks."""
     shutil.copy(ROOT / "grpo.py", tmp_path / "my_fork.py")
