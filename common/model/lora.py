@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from common.flags.model import LoRAConfig
 from common.forward.adapted import AdaptedExperts, LoRALinear, adapt, are_experts, names_of
 from common.forward.adapted import merge as merge
+from common.forward.blocks import blocks_of
 from common.source.stored import is_adapter
 
 ROUTERS = {"gate", "router", "shared_expert_gate"}
@@ -39,13 +40,12 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, dtype: torch.dtype 
     them. Returns whether there are experts that have none. Raises ValueError for a wrong target."""
     linears = []                                                        # (block, name in it, layer)
     mixtures = []
-    for block in model.get_decoder().modules():
-        if type(block).__name__ in model._no_split_modules:
-            for name, module in block.named_modules():
-                if type(module) is nn.Linear:
-                    linears.append((block, name, module))
-                elif are_experts(module):
-                    mixtures.append(module)
+    for block in blocks_of(model.get_decoder(), model):
+        for name, module in block.named_modules():
+            if type(module) is nn.Linear:
+                linears.append((block, name, module))
+            elif are_experts(module):
+                mixtures.append(module)
     by_default = {name.rpartition(".")[2] for _, name, _ in linears} - ROUTERS
     possible = {ALL_LINEAR, *by_default}
     if mixtures:
@@ -63,6 +63,9 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, dtype: torch.dtype 
     targets = set(config.targets or [ALL_LINEAR])
     if ALL_LINEAR in targets:
         targets |= by_default
+    if not by_default and EXPERTS not in targets:
+        raise ValueError(f"--lora.rank {config.rank}: a {model.config.model_type} has no linear layers in its blocks "
+                         f"(GPT-2 and its kin have Conv1D instead), so nothing would be trained: set it to 0")
     for block, name, linear in linears:
         if name.rpartition(".")[2] in targets:
             block.set_submodule(name, LoRALinear(linear, config.rank, scale, dtype))

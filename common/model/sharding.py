@@ -16,6 +16,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PreTrainedModel
 
 from common.flags.model import ModelConfig
+from common.forward.blocks import blocks_of
 from common.model.policy import Critic, PackedModel, saved_buffers
 from common.parallel.ranks import World, reduce_scatter_single
 
@@ -199,10 +200,7 @@ def shard(model: PackedModel, transformer: PreTrainedModel, config: ModelConfig,
     def placement(weight: nn.Parameter) -> Shard:
         return Shard(shard_dim(weight.shape, num_shards))
 
-    blocks = []
-    for module in transformer.modules():
-        if type(module).__name__ in transformer._no_split_modules:
-            blocks.append(module)
+    blocks = blocks_of(transformer, transformer)
     share = recomputed_share(config, transformer.num_parameters())
     model.num_blocks = len(blocks)
     model.num_recomputed = round(share * len(blocks))

@@ -146,7 +146,8 @@ def save(config: PretrainedConfig, folder: Path) -> str:
             elif parameter.ndim == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))
         for buffer in saved_buffers(model).values():
-            buffer.add_(torch.randn_like(buffer))
+            if buffer.is_floating_point():
+                buffer.add_(torch.randn_like(buffer))
     model.save_pretrained(folder)
     return str(folder)
 
