@@ -152,6 +152,8 @@ def _check_arguments(attention_mask: Tensor | None, others: dict[str, Any]) -> N
     """Raise ValueError for what a family's layers tell attention, and what would have no effect here."""
     if attention_mask is not None:                      # Doge's and DeepSeek-V3.2's layers make their own
         raise ValueError("its layers make a mask of their own for attention, which packed sequences do not take")
+    if "cu_seq_lens_q" not in others:                   # Nemotron's and StableLM's layers drop what they are told
+        raise ValueError("its layers do not tell attention where packed sequences begin")
     if others.get("is_causal") is False:
         raise ValueError("its attention is not causal")
     for name in others.keys() - LAYOUT - WITHOUT_EFFECT:

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
-from common.forward.adapted import are_experts, names_of
+from common.forward.adapted import are_experts, is_router, names_of
 from common.parallel.ranks import all_sum
 
 
@@ -191,9 +191,10 @@ def use_float32_routers(model: nn.Module) -> int:
     ValueError for one that is not known to be a linear layer."""
     found = []
     for module in model.modules():
-        kind = type(module)
-        if kind.__name__.endswith(("Router", "Gate")):
-            if "F.linear(" not in inspect.getsource(kind) and not isinstance(module, nn.Linear):
+        if is_router(module):
+            kind = type(module)
+            is_linear = isinstance(module, nn.Linear) or any(isinstance(part, nn.Linear) for part in module.children())
+            if not is_linear and "F.linear(" not in inspect.getsource(kind):
                 raise ValueError(f"--policy.router-float32: {kind.__name__} is not known to be a linear layer, leave "
                                  f"it out")
             found.append(module)

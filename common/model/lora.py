@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from common.flags.model import LoRAConfig
-from common.forward.adapted import AdaptedExperts, LoRALinear, adapt, are_experts, names_of
+from common.forward.adapted import AdaptedExperts, LoRALinear, adapt, are_experts, is_router, names_of
 from common.forward.adapted import merge as merge
 from common.forward.blocks import blocks_of
 from common.source.stored import is_adapter
 
-ROUTERS = {"gate", "router", "shared_expert_gate"}
+ROUTER_NAMES = {"gate", "router", "shared_expert_gate"}
 """Linear layers inside blocks that choose experts: they belong neither to attention nor to an MLP."""
 EXPERTS = "experts"
 """The name of all experts in --lora.targets."""
@@ -41,12 +41,15 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, dtype: torch.dtype 
     linears = []                                                        # (block, name in it, layer)
     mixtures = []
     for block in blocks_of(model.get_decoder(), model):
+        in_routers: set[nn.Module] = set()
         for name, module in block.named_modules():
-            if type(module) is nn.Linear:
+            if is_router(module):
+                in_routers.update(module.modules())
+            if type(module) is nn.Linear and module not in in_routers:
                 linears.append((block, name, module))
             elif are_experts(module):
                 mixtures.append(module)
-    by_default = {name.rpartition(".")[2] for _, name, _ in linears} - ROUTERS
+    by_default = {name.rpartition(".")[2] for _, name, _ in linears} - ROUTER_NAMES
     possible = {ALL_LINEAR, *by_default}
     if mixtures:
         possible.add(EXPERTS)

@@ -65,6 +65,7 @@ WINDOW = {"layer_types": ["sliding_attention", "full_attention"]}
 SPECIAL: dict[str, dict[str, Any]] = {
     "cohere_compass_text": WINDOW | {"rope_parameters": {
         kind: {"rope_type": "default", "rope_theta": 1e4} for kind in WINDOW["layer_types"]}},
+    "deepseek_v2": {"num_experts_per_tok": 2, "num_key_value_heads": 4, "head_dim": 8},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1},
     "gemma3n_text": WINDOW | {
         "num_hidden_layers": 4, "layer_types": 2 * WINDOW["layer_types"], "num_kv_shared_layers": 2,
@@ -84,7 +85,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
                          "ext_pw_out_channel": 32, "depthwise_separable_out_channel": 32, "nemo_conv_channels": 32}},
     "qwen4_exp_text": {
         "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-        "hc_lowrank": 8, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
+        "hc_lowrank": 8, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 32, "indexer_budget": 8,
         "indexer_compress_ratio": 2},
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
 }
@@ -296,9 +297,21 @@ def examine(family: str) -> dict[str, Any]:
         return found
 
 
+def for_vllm(family: str) -> Any:
+    """The config with heads as wide as vLLM's attention on CPUs needs, and a head that is tied where the family's is."""
+    fields = config_of(family).to_dict()
+    changes = {"tie_word_embeddings": CONFIG_MAPPING[family]().tie_word_embeddings}
+    if not fields.get("head_dim") and "kv_lora_rank" not in fields:
+        changes |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    return CONFIG_MAPPING[family](**fields | {name: x for name, x in changes.items() if name in fields})
+
+
 def examine_vllm(family: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
-        families.save(config_of(family), Path(name))
+        try:
+            families.save(for_vllm(family), Path(name))
+        except Exception as error:
+            return {"vLLM": f"not made: {type(error).__name__}: {in_words(error, name)}"}
         return in_processes(partial(by_vllm, Path(name)), seconds=2 * SECONDS)
 
 
