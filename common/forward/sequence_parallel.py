@@ -77,6 +77,7 @@ def make_row(batch: Batch, share_prompt: bool, group: dist.ProcessGroup | None) 
         layout["cu_seq_lens_q"] = shared.cu_seqlens
         layout["cu_seq_lens_k"] = shared.cu_seqlens_k
         layout["key_rows"] = shared.key_rows
+        layout["seq_idx"] = shared.continued.int()
     row = Row(before, batch.sampled, batch, layout, run, runs_as, own, group)
     if group is None:
         return row

@@ -16,6 +16,14 @@ class SharedPrompts(NamedTuple):
     key_rows: Tensor  # [K] rows of `run` that a segment's queries see: those of its prompt, then its own
     cu_seqlens_k: Tensor  # [segments + 1] int32, where each segment's keys begin in `key_rows`
 
+    @property
+    def continued(self) -> Tensor:
+        """Of each token that runs its segment, and the segment that this one continues: a prompt, or itself. [2, T']"""
+        lengths = self.cu_seqlens.diff()
+        number = torch.arange(len(lengths), device=self.run.device).repeat_interleave(lengths)
+        first_keys = self.key_rows[self.cu_seqlens_k[:-1].long()]
+        return torch.stack([number, number[first_keys].repeat_interleave(lengths)])
+
 
 def share_prompts(tokens: Tensor, mask: Tensor, cu_seqlens: Tensor, rows: Tensor | None) -> SharedPrompts:
     """The layout of a batch. A prompt is the tokens before the first token that the policy sampled. `rows` [S]: equal

@@ -89,7 +89,7 @@ LAYERS_OF_THEIR_OWN = {"nemotron_h"}                                    # its li
 DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear")
 REFUSED = {"zamba2"}                                                    # its blocks share weights
 STATE_SPACES = ("nemotron_h", "bamba", "granitemoehybrid", "falcon_h1", "zamba2")
-WITH_STATE = {*DELTA_NETS, *STATE_SPACES, "lfm2", "lfm2_moe"}           # they share no prompts
+WITH_STATE = {*DELTA_NETS, *STATE_SPACES, "lfm2", "lfm2_moe"}
 
 
 @dataclass
@@ -225,9 +225,8 @@ def measure(family: str, folder: Path, world: World, engines: tuple[str, ...] = 
     found = Found(spread=float(want_logp[batch.mask].std()))
     logp, gradient = packed(policy, batch, upstream)
     found.logp, found.gradient = largest(logp, want_logp), relative(gradient, want)
-    if family not in WITH_STATE:
-        logp, gradient = packed(load(share_prompt=True, gradient_checkpointing=True), batch, upstream)
-        found.shared_logp, found.shared_gradient = largest(logp, want_logp), relative(gradient, want)
+    logp, gradient = packed(load(share_prompt=True, gradient_checkpointing=True), batch, upstream)
+    found.shared_logp, found.shared_gradient = largest(logp, want_logp), relative(gradient, want)
     found.checkpointed_gradient = relative(packed(load(gradient_checkpointing=True), batch, upstream)[1], want)
     targets = ("all-linear", "experts") if any(map(are_experts, oracle.modules())) else ("all-linear",)
     adapters = LoRAConfig(rank=4, targets=targets)
