@@ -33,9 +33,10 @@ class Kernel(NamedTuple):
 
 WITHOUT_EFFECT = {"dropout", "position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states",
                   "output_router_logits", "return_dict", "is_causal", "seq_idx"}
-"""What layers tell attention beside what `packed_sdpa` computes: models are in `eval`, and sequences are in `layout`."""
-LAYOUT = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "key_rows", "num_rows",
-          "sequence_group"}
+"""What layers tell attention, and what changes nothing here: models are in `eval`, and `LAYOUT` says where sequences
+begin."""
+LAYOUT = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
+          "key_rows", "num_rows", "sequence_group"}
 """What `make_row` and `cut` of sequence_parallel.py say of a row."""
 
 NEWER_KERNELS = Kernel("FA4", "flash-attn-4", (9, 10), 128), Kernel("FA3", "flash-attn-3", (9,), 256)

@@ -22,7 +22,7 @@ import socket
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -31,12 +31,14 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from transformers import AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
+from common.dataset.store import load_prompts
 from common.engine.make import check_states
 from common.forward import vision
 from common.forward.adapted import are_experts
@@ -44,7 +46,9 @@ from common.model.loading import Weights, load_policy, read_config
 from common.model.lora import LoRAConfig, adapters_of, matrices_of
 from common.model.policy import ModelConfig, Policy
 from common.parallel import ranks
+from common.prompts import DataConfig
 from tests.model import families, family_page
+from tests.vision import test_trainer, tiny_models
 
 SECONDS = 90
 LARGEST = 6 * 2**30
@@ -58,7 +62,8 @@ SMALL: dict[str, Any] = families.SIZES | families.HEAD | {
     "topk_group": 1, "moe_num_experts": 4, "moe_k": 2, "sliding_window": 4, "multi_query": False, "embedding_size": 64,
     "rotary_dim": 8, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
     "v_head_dim": 16, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96, "encoder_layers": 2,
-    "encoder_attention_heads": 4, "encoder_ffn_dim": 96, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 4,
+    "encoder_attention_heads": 4, "encoder_ffn_dim": 96, "vocab_size_per_layer_input": 512,
+    "hidden_size_per_layer_input": 16, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 4,
 }
 """Fields of configs, where a config has them."""
 WINDOW = {"layer_types": ["sliding_attention", "full_attention"]}
@@ -70,7 +75,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gemma3n_text": WINDOW | {
         "num_hidden_layers": 4, "layer_types": 2 * WINDOW["layer_types"], "num_kv_shared_layers": 2,
         "intermediate_size": [96] * 4, "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0],
-        "vocab_size_per_layer_input": 512, "hidden_size_per_layer_input": 16, "laurel_rank": 8},
+        "laurel_rank": 8},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "helium": {"head_dim": 16},
     "hunyuan_v1_dense": {"head_dim": 32}, "hunyuan_v1_moe": {"head_dim": 32, "num_experts": 4, "moe_topk": 2},
@@ -87,10 +92,10 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
         "hc_lowrank": 8, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 32, "indexer_budget": 8,
         "indexer_compress_ratio": 2},
+    "zamba": {"layers_block_type": ["mamba", "hybrid"]},
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
 }
 """Fields that a family must have besides."""
-NEVER_LOADED = ("reads images", "composite model", "no causal LM")
 RIGHT = 1e-4
 """The largest difference of a log-prob in float32, and of gradients as `families.relative` says."""
 LORA_RANK = 4
@@ -124,14 +129,11 @@ def in_words(error: BaseException, path: str) -> str:
 def make(family: str, folder: Path) -> dict[str, Any]:
     """Writes a tiny model into the folder, and what transformers says of it, one by one. Returns nothing, or why the
     family is refused or not made."""
-    if family in vision.FAMILIES:
-        return {"result": "trains packed", "by": "tests/vision/test_trainer.py"}
     path = str(folder)
     try:
         config = config_of(family)
         config.save_pretrained(path)
     except Exception as error:
-        config = CONFIG_MAPPING[family]
         return {"result": "not made", "why": f"{type(error).__name__}: {in_words(error, path)}"}
     try:
         read_config(path, ModelConfig())
@@ -162,7 +164,7 @@ def load(folder: Path, world: ranks.World, weights: Weights = families.ALL_TRAIN
     return load_policy(str(folder), ModelConfig(compute_dtype="float32", **flags), world, weights)
 
 
-def is_right(found: tuple[Tensor, dict[str, Tensor]], want_logp: Tensor, want: dict[str, Tensor]) -> bool:
+def is_right(found: Sequence[Any], want_logp: Tensor, want: dict[str, Tensor]) -> bool:
     logp, gradient = found
     return max(families.largest(logp, want_logp), families.relative(gradient, want)) < RIGHT
 
@@ -201,17 +203,56 @@ def packed(folder: Path) -> dict[str, Any]:
 
 
 def adapters(policy: Policy, want_logp: Tensor, want: dict[str, Tensor]) -> bool:
-    """Whether the adapters, which change nothing while B is 0, get the gradient that follows from that of the whole
-    weight: with W' = W + s B A, of B it is s dW A^T."""
-    batch, upstream = batch_of_scan()
-    logp, gradient = families.packed(policy, batch, upstream)
+    """Whether the adapters get the gradient that follows from that of the whole weight."""
+    found = families.packed(policy, *batch_of_scan())
+    return is_right(found, want_logp, of_adapters(policy, want))
+
+
+def of_adapters(policy: Policy, want: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The gradient of B, which is 0, of adapters W' = W + s B A: s dW A^T."""
     expected = {}
     for name, adapter in adapters_of(policy.lm).items():
         if name in want:
             whole = want[name].mT if adapter.is_transposed else want[name]
             expected[matrices_of(name)[1]] = adapter.scale * whole @ adapter.a.full_tensor().mT
     assert expected
-    return is_right((logp, gradient), want_logp, expected)
+    return expected
+
+
+def with_images(family: str, folder: Path) -> dict[str, Any]:
+    """The same for a family that reads images, on rows with images, as tests/vision/test_trainer.py does."""
+    world = ranks.init()
+    path = tiny_models.make_vision_model(family, folder)
+    rows = [tiny_models.write_rows(folder / "rows.parquet", tiny_models.ROWS)]
+    prompts = load_prompts(rows, AutoTokenizer.from_pretrained(path), DataConfig())
+    weights = {pair: 0.5 - 0.3 * i for i, pair in enumerate(test_trainer.ORDER)}
+    logps, lm = test_trainer.alone(path, prompts, test_trainer.ORDER, with_grad=True)
+    sum(weights[pair] * logp.sum() for pair, logp in zip(test_trainer.ORDER, logps)).backward()
+    want_logp = torch.cat(logps).detach()
+    want = {name: p.grad for name, p in lm.named_parameters() if p.grad is not None}
+
+    def run(share_prompt: bool = False, **flags: Any) -> tuple[Policy, Tensor, dict[str, Tensor]]:
+        policy = load(folder, world, share_prompt=share_prompt, **flags)
+        policy.prompts = prompts
+        batch = test_trainer.batch_of(prompts, test_trainer.ORDER).to("cpu", share_prompt)
+        gradient = test_trainer.gradients(policy, [(batch, test_trainer.ORDER)], weights)
+        return policy, policy.score(batch, 1.0)[batch.mask], gradient
+
+    _, logp, gradient = run()
+    found: dict[str, Any] = {
+        "logp": families.largest(logp, want_logp), "gradient": families.relative(gradient, want),
+        "spread": float(want_logp.std()),
+    }
+    found["result"] = "trains packed" if max(found["logp"], found["gradient"]) < RIGHT else "WRONG"
+    found["shared prompts"] = "yes" if is_right(run(share_prompt=True)[1:], want_logp, want) else "WRONG"
+    policy, *adapted = run(weights=Weights(lora=LoRAConfig(LORA_RANK)))
+    found["adapters"] = "language model" if is_right(adapted, want_logp, of_adapters(policy, want)) else "WRONG"
+    try:
+        read_config(path, ModelConfig(sequence_parallel=2))
+        found["sequence parallel"] = "WRONG"
+    except ValueError as error:
+        found["sequence parallel"] = f"refused: {in_words(error, path)}"
+    return found
 
 
 def in_two_ranks(folder: Path) -> dict[str, Any]:
@@ -287,6 +328,8 @@ def examine(family: str) -> dict[str, Any]:
     """What was found: `result` in a word, and why or how far."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        if family in vision.FAMILIES:
+            return in_processes(partial(with_images, family, folder))
         found = in_processes(partial(make, family, folder))
         if found.get("result") == "BROKEN":             # by transformers alone
             return found | {"result": "not made"}
@@ -298,7 +341,8 @@ def examine(family: str) -> dict[str, Any]:
 
 
 def for_vllm(family: str) -> Any:
-    """The config with heads as wide as vLLM's attention on CPUs needs, and a head that is tied where the family's is."""
+    """The config with heads as wide as vLLM's attention on CPUs needs, and an output head that is tied where the
+    family's is."""
     fields = config_of(family).to_dict()
     changes = {"tie_word_embeddings": CONFIG_MAPPING[family]().tie_word_embeddings}
     if not fields.get("head_dim") and "kv_lora_rank" not in fields:
@@ -312,7 +356,7 @@ def examine_vllm(family: str) -> dict[str, Any]:
             families.save(for_vllm(family), Path(name))
         except Exception as error:
             return {"vLLM": f"not made: {type(error).__name__}: {in_words(error, name)}"}
-        return in_processes(partial(by_vllm, Path(name)), seconds=2 * SECONDS)
+        return in_processes(partial(by_vllm, Path(name)), seconds=SECONDS)
 
 
 def main() -> None:
@@ -331,7 +375,7 @@ def main() -> None:
     chosen = options.families or architectures()
     if options.vllm:
         importlib.import_module("vllm")                 # once, and not in each process
-        chosen = [family for family in chosen if "logp" in table[family]]
+        chosen = [family for family in chosen if "logp" in table[family] and family not in vision.FAMILIES]
     for family in chosen:
         if options.vllm:
             answer = examine_vllm(family)

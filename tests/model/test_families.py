@@ -32,5 +32,5 @@ def test_blocks_that_share_weights_are_refused_in_words(world, tmp_path):
 
 def test_a_state_needs_whole_sequences(world, tmp_path):
     path = save(config_of("lfm2"), tmp_path)
-    with pytest.raises(ValueError, match="has layers with a state: omit --policy.sequence-parallel"):
+    with pytest.raises(ValueError, match=r"has layers with a state: omit --policy\.sequence-parallel"):
         load_policy(path, ModelConfig(compute_dtype="float32", sequence_parallel=2), world)

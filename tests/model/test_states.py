@@ -222,7 +222,7 @@ def test_a_layer_of_unknown_functions_runs_one_sequence_at_a_time(monkeypatch):
     assert torch.allclose(model(**inputs).logits, want, atol=1e-5)
     assert not torch.allclose(leaking, want, atol=1e-2)
     batch = batch.to("cpu", True)
-    with pytest.raises(ValueError, match="carry a state that is not known here, omit --policy.share-prompt"):
+    with pytest.raises(ValueError, match=r"is not known here, omit --policy\.share-prompt"):
         model(input_ids=batch.tokens[None], **make_row(batch, True, None).layout)
 
 
