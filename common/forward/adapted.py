@@ -166,6 +166,15 @@ def are_experts(module: nn.Module) -> bool:
     return hasattr(module, "has_gate") and hasattr(module, "is_transposed")
 
 
+ROUTERS = ("Router", "TopKGating", "MoEV1Gate")
+"""How the names of classes end that choose experts in transformers. Kimi's ForgetGate, for example, chooses none."""
+
+
+def is_router(module: nn.Module) -> bool:
+    """Whether this module chooses experts."""
+    return type(module).__name__.endswith(ROUTERS)
+
+
 def adapt(experts: nn.Module, rank: int, scale: float, dtype: torch.dtype) -> None:
     """Give frozen experts adapters, without memory, like the model."""
     for name in names_of(experts):

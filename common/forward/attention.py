@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain, starmap
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,14 @@ class Kernel(NamedTuple):
     widest: int  # head, of forward and backward pass
 
 
+WITHOUT_EFFECT = {"dropout", "position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states",
+                  "output_router_logits", "return_dict", "is_causal", "seq_idx"}
+"""What layers tell attention, and what changes nothing here: models are in `eval`, and `LAYOUT` says where sequences
+begin."""
+LAYOUT = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
+          "key_rows", "num_rows", "sequence_group"}
+"""What `make_row` and `cut` of sequence_parallel.py say of a row."""
+
 NEWER_KERNELS = Kernel("FA4", "flash-attn-4", (9, 10), 128), Kernel("FA3", "flash-attn-3", (9,), 256)
 ASKED: set[str] = set()
 """What the models of this process can use: names of NEWER_KERNELS, "" for torch's own."""
@@ -50,6 +58,7 @@ def packed_sdpa(
     """Causal attention of each packed sequence by itself: query [1, heads, T, D], key and value [1, kv_heads, T, D].
     `s_aux` [heads]: attention sinks (gpt-oss, arXiv 2508.10925), scores that only enlarge the softmax's sum.
     `layout`: `cu_seq_lens_q`, `cu_seq_lens_k`, and where the keys are, see `_take_keys`."""
+    _check_arguments(attention_mask, layout)
     key, value = _take_keys(key, value, **layout)
     num_queries = layout["cu_seq_lens_q"].diff().tolist()
     num_keys = layout["cu_seq_lens_k"].diff().tolist()
@@ -137,6 +146,7 @@ def packed_varlen(
     or bfloat16, head_dim <= 256, no soft-cap, no sinks).
 
     Where a sequence has more keys than queries, the kernel's causal mask lets the last query see all keys."""
+    _check_arguments(attention_mask, layout)
     key, value = _take_keys(key, value, **layout)
     assert softcap is None and s_aux is None, "packed_varlen has no soft-cap and no attention sinks: use packed_sdpa"
     # the kernels want values as wide as keys, and those of latent attention are narrower
@@ -157,6 +167,19 @@ def packed_varlen(
         **FEWER_KEY_HEADS,
     )
     return out[None, :, :, :width].contiguous(), None
+
+
+def _check_arguments(attention_mask: Tensor | None, others: dict[str, Any]) -> None:
+    """Raise ValueError for what a family's layers tell attention, and what would have no effect here."""
+    if attention_mask is not None:                      # Doge's and DeepSeek-V3.2's layers make their own
+        raise ValueError("its layers make a mask of their own for attention, which packed sequences do not take")
+    if "cu_seq_lens_q" not in others:                   # Nemotron's and StableLM's layers drop what they are told
+        raise ValueError("its layers do not tell attention where packed sequences begin")
+    if others.get("is_causal") is False:
+        raise ValueError("its attention is not causal")
+    for name in others.keys() - LAYOUT - WITHOUT_EFFECT:
+        if others[name] is not None:
+            raise ValueError(f"its layers tell attention {name}, which packed sequences do not take")
 
 
 def _take_keys(key: Tensor, value: Tensor, key_rows: Tensor | None = None, num_rows: int = 0,

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
-from common.forward.adapted import are_experts, names_of
+from common.forward.adapted import are_experts, is_router, names_of
 from common.parallel.ranks import all_sum
 
 
@@ -54,6 +54,7 @@ class Mixture:
         self.rows: Tensor | None = None  # [N] the tokens that run here and predict a sampled token
         self.frequencies: Tensor | None = None  # f [E] of the mini-batch whose update runs
         self.num_tokens = 0.0  # of that mini-batch
+        self.num_unread = 0  # of them those that run here and have not had the loss
         self.counts: Tensor | None = None  # [layers, E] of the tokens in updates, those that went to each expert
         self.reported: dict[str, Tensor] = {}  # numbers [N] of the latest pass
         experts = [module for module in model.get_decoder().modules() if are_experts(module)]
@@ -98,13 +99,22 @@ class Mixture:
                 choice = logits[self.rows].topk(num_choices, dim=-1).indices                # [N, k]
                 frequencies = frequencies.to(choice.device) + count(choice, self.num_experts)
             num_tokens += len(self.rows)
+        self.num_unread = num_tokens
         total = all_sum([num_tokens, *(frequencies / len(self.logits)).tolist()])
         self.num_tokens = max(float(total[0]), 1.0)
         self.frequencies = total[1:] / self.num_tokens
 
     def read(self, logp: Tensor) -> Tensor:
-        """After a pass with a gradient; `logp` [N]. Returns it, with the gradient of the loss if there is one."""
+        """After a pass with a gradient; `logp` [N]. Returns it, with the gradient of the loss if there is one. Raises
+        ValueError for more such passes than the mini-batch has micro-batches: each would add the loss."""
         self.reported = {}
+        if self.frequencies is not None:
+            self.num_unread -= len(self.rows)
+            if self.num_unread < 0:
+                raise ValueError(
+                    f"--policy.router-aux-coef {self.coef:g}: a micro-batch had two forward passes with a gradient in "
+                    f"an update, and each adds the loss: run all but one under torch.no_grad(), or set it to 0"
+                )
         if self.chosen:
             counts = torch.stack([count(chosen[self.rows], self.num_experts) for chosen in self.chosen])
             if self.counts is not None:
@@ -191,9 +201,10 @@ def use_float32_routers(model: nn.Module) -> int:
     ValueError for one that is not known to be a linear layer."""
     found = []
     for module in model.modules():
-        kind = type(module)
-        if kind.__name__.endswith(("Router", "Gate")):
-            if "F.linear(" not in inspect.getsource(kind) and not isinstance(module, nn.Linear):
+        if is_router(module):
+            kind = type(module)
+            is_linear = isinstance(module, nn.Linear) or any(isinstance(part, nn.Linear) for part in module.children())
+            if not is_linear and "F.linear(" not in inspect.getsource(kind):
                 raise ValueError(f"--policy.router-float32: {kind.__name__} is not known to be a linear layer, leave "
                                  f"it out")
             found.append(module)

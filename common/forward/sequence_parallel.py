@@ -49,8 +49,9 @@ class Row:
         return whole[self.runs_as[self.own]].short()
 
 
-def make_row(batch: Batch, share_prompt: bool, group: dist.ProcessGroup | None) -> Row:
-    """The row of a micro-batch; with a `group`, this rank's part of the row of its ranks' micro-batches."""
+def make_row(batch: Batch, share_prompt: bool, group: dist.ProcessGroup | None, has_states: bool = False) -> Row:
+    """The row of a micro-batch; with a `group`, this rank's part of the row of its ranks' micro-batches. `has_states`:
+    of a model whose layers carry a state from one shared segment into those that go on from its end."""
     own = slice(None)
     if group is not None:                       # the micro-batches of all its ranks, one after the other
         mine = Batch(batch.tokens, batch.mask, batch.cu_seqlens, batch.index, batch.number, routing=batch.routing)
@@ -71,6 +72,9 @@ def make_row(batch: Batch, share_prompt: bool, group: dist.ProcessGroup | None) 
     }
     shared = batch.shared_prefixes if share_prompt else None
     if shared is not None:
+        if has_states:
+            shared, continued = shared.at_branches()
+            layout["seq_idx"] = continued.int()
         before = shared.row[before]
         run = shared.run
         runs_as = shared.run[shared.row]

@@ -38,26 +38,43 @@ class Chunks(NamedTuple):
     size: int
     tokens: Tensor  # [N * size] the token at each place, T where there is none
     places: Tensor  # [T] the place of each token
-    steps: list[Tensor]  # steps[i]: the numbers of the i-th chunks of all sequences that have so many, longest first
+    steps: list[Tensor]  # steps[i]: the numbers of the chunks that are i chunks after the first one of their sequence
+    before: list[Tensor | slice]  # before[i]: which chunk of steps[i - 1] is before each one of steps[i]
 
 
 @lru_cache(maxsize=4)  # the layers of a model ask for the same one
-def make_chunks(lengths: tuple[int, ...], size: int, device: torch.device) -> Chunks:
-    """The chunks of packed sequences with these lengths."""
+def make_chunks(lengths: tuple[int, ...], size: int, device: torch.device, parents: tuple[int, ...] = ()) -> Chunks:
+    """The chunks of packed sequences with these lengths. `parents`: of each sequence the earlier one from whose
+    end it goes on, or itself."""
     length = torch.tensor(lengths)
+    number = torch.arange(len(lengths))
+    parent = torch.tensor(parents) if parents else number
     counts = (length + size - 1) // size
     first_token = length.cumsum(0) - length
     first_chunk = counts.cumsum(0) - counts
-    sequence = torch.arange(len(lengths)).repeat_interleave(length)                             # [T]
+    sequence = number.repeat_interleave(length)                                                 # [T]
     places = torch.arange(len(sequence)) + (size * first_chunk - first_token)[sequence]
     tokens = torch.full((size * int(counts.sum()),), len(sequence))
     tokens[places] = torch.arange(len(sequence))
-    longest_first = counts.argsort(descending=True, stable=True)
+    begin = torch.zeros_like(number)                                                            # the step, [S]
+    for i, before_it in enumerate(parent.tolist()):                     # parents come first
+        if before_it != i:
+            begin[i] = begin[before_it] + counts[before_it]
+    longest_first = (begin + counts).argsort(descending=True, stable=True)
     steps = []
-    for i in range(int(counts.max())):
-        has_more = longest_first[counts[longest_first] > i]
-        steps.append((first_chunk[has_more] + i).to(device))
-    return Chunks(size, tokens.to(device), places.to(device), steps)
+    before: list[Tensor | slice] = []
+    found = torch.zeros_like(number)                                    # where a sequence is in the step before
+    for i in range(int((begin + counts).max())):
+        goes_on = (begin <= i) & (i < begin + counts)
+        running = longest_first[goes_on[longest_first]]
+        steps.append((first_chunk[running] + i - begin[running]).to(device))
+        source = found[torch.where(begin[running] == i, parent[running], running)]
+        found[running] = torch.arange(len(running))
+        if i == 0 or torch.equal(source, found[running]):
+            before.append(slice(len(running)))                          # a view, where no prompt is shared
+        else:
+            before.append(source.to(device))
+    return Chunks(size, tokens.to(device), places.to(device), steps, before)
 
 
 def cut(x: Tensor, chunks: Chunks) -> Tensor:
@@ -72,14 +89,15 @@ def join(x: Tensor, chunks: Chunks) -> Tensor:
 
 
 def scan(chunks: Chunks, zero: Tensor, step: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Tensor:
-    """Carry a state through the chunks of each sequence, all sequences at a time. Each begins with the state `zero`.
+    """Carry a state through the chunks of each sequence, all sequences at a time. Each begins with the state `zero`,
+    or with that at the end of the sequence from which it goes on.
 
     `step` gets the numbers [n] of chunks and the states [n, ...] before them. It returns an output of each chunk and
     the states after them. The result is the outputs of all chunks, in their order: [N, ...]."""
     outputs = []
     state = zero.expand(len(chunks.steps[0]), *zero.shape)
-    for numbers in chunks.steps:
-        output, state = step(numbers, state[: len(numbers)])    # the longest are first, so those that go on are
+    for numbers, before in zip(chunks.steps, chunks.before):
+        output, state = step(numbers, state[before])
         outputs.append(output)
     return torch.cat(outputs)[torch.cat(chunks.steps).argsort()]
 
@@ -158,14 +176,29 @@ def state_space(x: Tensor, log_decay: Tensor, b: Tensor, c: Tensor, chunks: Chun
     return join(scores @ x + c @ before, chunks)
 
 
-def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, lengths: tuple[int, ...]) -> Tensor:
+def by_depth(parents: tuple[int, ...]) -> list[list[int]]:
+    """The sequences that go on from others: first from those that do not, then from these, and so on."""
+    depth: list[int] = []
+    for i, parent in enumerate(parents):
+        depth.append(0 if parent == i else depth[parent] + 1)
+    return [[i for i, own in enumerate(depth) if own == wanted] for wanted in range(1, max(depth, default=0) + 1)]
+
+
+def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, lengths: tuple[int, ...],
+             parents: tuple[int, ...] = ()) -> Tensor:
     """A causal convolution of each channel by itself: x [1, D, T], weight [D, width], bias [D] -> [1, D, T]. Before
-    each sequence are width - 1 zeros."""
+    each sequence are width - 1 zeros, or the last inputs of the one from which it goes on (see `make_chunks`)."""
     gap = weight.shape[1] - 1
     length = torch.tensor(lengths)
     sequence = torch.arange(len(lengths)).repeat_interleave(length)
     places = (torch.arange(len(sequence)) + gap * (sequence + 1)).to(x.device)      # [T]
     apart = x.new_zeros(*x.shape[:2], len(sequence) + gap * len(lengths)).index_copy(2, places, x)
+    stops = (length + gap).cumsum(0)
+    for numbers in by_depth(parents):                                   # a short one also passes on what it got
+        last = stops[[parents[i] for i in numbers]][:, None] - gap + torch.arange(gap)
+        first = (stops - length)[numbers][:, None] - gap + torch.arange(gap)
+        inputs = apart[:, :, last.flatten().to(x.device)]
+        apart = apart.index_copy(2, first.flatten().to(x.device), inputs)
     return F.conv1d(apart, weight[:, None], bias, groups=len(weight))[:, :, places - gap]
 
 
@@ -177,7 +210,16 @@ class Sequences:
     """What a layer tells a function of the packed row."""
 
     ends: Tensor | None  # [S + 1], cu_seqlens
-    numbers: Tensor | None  # [1, T] int32, which sequence a token belongs to
+    numbers: Tensor | None  # [1, T] int32, which sequence a token belongs to; if beginnings are shared [2, T], then
+    # also from the end of which one this sequence goes on
+
+    def parents(self) -> tuple[int, ...]:
+        """Of each sequence the one from which it goes on, or itself; () if nothing is shared."""
+        if self.numbers is None or len(self.numbers) == 1:
+            return ()
+        number, parent = self.numbers.unique_consecutive(dim=1).tolist()
+        assert number == [*range(len(number))]
+        return tuple(parent)
 
     def lengths(self) -> tuple[int, ...]:
         if self.ends is not None:
@@ -201,9 +243,10 @@ def is_installed(kernel: str) -> bool:
     return importlib.util.find_spec(kernel.partition(".")[0]) is not None
 
 
-def kernel_for(x: Tensor, kernel: str) -> Callable | None:
-    """The function with this full name; None if it is not installed or not for `x`, on CPUs and in float64."""
-    if not x.is_cuda or x.dtype == torch.float64 or not is_installed(kernel):
+def kernel_for(x: Tensor, kernel: str, sequences: Sequences) -> Callable | None:
+    """The function with this full name; None if it is not installed or not for `x`, on CPUs and in float64, or for
+    shared prompts, whose states it would not carry into several responses."""
+    if not x.is_cuda or x.dtype == torch.float64 or sequences.parents() or not is_installed(kernel):
         return None
     module, _, name = kernel.rpartition(".")
     return getattr(importlib.import_module(module), name)
@@ -211,12 +254,12 @@ def kernel_for(x: Tensor, kernel: str) -> Callable | None:
 
 def causal_conv1d(sequences: Sequences, hidden_states, weight, bias=None, activation=None, **_) -> Tensor:
     """`causal_conv1d_fn`: hidden_states [1, D, T], weight [D, width], bias [D] -> [1, D, T]."""
-    run = kernel_for(hidden_states, CONVOLUTION)
+    run = kernel_for(hidden_states, CONVOLUTION, sequences)
     if run is not None:
         told = {"activation": activation, "cu_seqlens": sequences.cu_seqlens()}
         out, _ = run(hidden_states.transpose(1, 2).contiguous(), weight=weight, bias=bias, **told)
         return out.transpose(1, 2)
-    out = convolve(hidden_states.to(weight.dtype), weight, bias, sequences.lengths())
+    out = convolve(hidden_states.to(weight.dtype), weight, bias, sequences.lengths(), sequences.parents())
     if activation is not None:
         assert activation in ("silu", "swish"), activation
         out = F.silu(out)
@@ -228,7 +271,7 @@ def delta_rule(sequences: Sequences, query, key, value, g, beta, **told: Any) ->
     [1, T, heads, K], value [1, T, heads, V] -> [1, T, heads, V], and no state after them."""
     assert told["initial_state"] is None and not told["output_final_state"], "a packed row has no state around it"
     normalize = told["use_qk_l2norm_in_kernel"]
-    run = kernel_for(query, KIMI_RULE if g.ndim == 4 else DELTA_RULE)
+    run = kernel_for(query, KIMI_RULE if g.ndim == 4 else DELTA_RULE, sequences)
     if run is not None:
         ends = sequences.cu_seqlens()
         return run(query, key, value, g=g, beta=beta, use_qk_l2norm_in_kernel=normalize, cu_seqlens=ends)
@@ -238,7 +281,7 @@ def delta_rule(sequences: Sequences, query, key, value, g, beta, **told: Any) ->
         q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + NORM_EPS) for x in (q, k))
     q = q * q.shape[-1] ** -0.5
     size = CHUNK_BY_CHANNEL if g.ndim == 4 else CHUNK
-    chunks = make_chunks(sequences.lengths(), size, q.device)
+    chunks = make_chunks(sequences.lengths(), size, q.device, sequences.parents())
     out = gated_delta_rule(q[0], k[0], value[0], g[0], beta[0], chunks)
     return out[None].to(query.dtype), None
 
@@ -248,13 +291,13 @@ def mamba2_scan(sequences: Sequences, hidden_states, dt, A, B, C, **told: Any) -
     `told` D and dt_bias [heads] -> [1, T, heads, P]."""
     assert told["initial_states"] is None and not told["return_final_states"], "a packed row has no state around it"
     assert told["z"] is None and told["dt_softplus"], "a gate in the scan, or steps that may be negative"
-    run = kernel_for(hidden_states, MAMBA2_SCAN)
+    run = kernel_for(hidden_states, MAMBA2_SCAN, sequences)
     if run is not None:
         options = {name: told[name] for name in ("chunk_size", "D", "dt_bias", "dt_softplus", "dt_limit")}
         return run(hidden_states, dt, A, B, C, seq_idx=sequences.numbers, **options)
     step = F.softplus(wide(dt)[0] + told["dt_bias"]).clamp(*told["dt_limit"])       # [T, heads]
     x = wide(hidden_states)[0]
-    chunks = make_chunks(sequences.lengths(), CHUNK, x.device)
+    chunks = make_chunks(sequences.lengths(), CHUNK, x.device, sequences.parents())
     out = state_space(x * step[..., None], A * step, B[0], C[0], chunks)
     return (out + told["D"][:, None] * x)[None]
 
@@ -348,6 +391,8 @@ def for_each_sequence(forward: Callable[[Tensor], Tensor]) -> Callable[..., Tens
 
     def run(hidden_states: Tensor, seq_idx: Tensor, **others: Any) -> Tensor:
         """[1, t, H] -> [1, t, H]. `seq_idx` [1, t]: which sequence a token belongs to."""
+        if len(seq_idx) > 1:
+            raise ValueError("its layers carry a state that is not known here, omit --policy.share-prompt")
         parts = hidden_states.split(Sequences(None, seq_idx).lengths(), dim=1)
         return torch.cat([forward(part) for part in parts], dim=1)
 

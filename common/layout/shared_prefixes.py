@@ -27,6 +27,31 @@ class SharedPrefixes(NamedTuple):
     key_rows: Tensor  # [K] rows of `run` that a segment's queries see: those of its whole sequence
     cu_seqlens_k: Tensor  # [segments + 1] int32, where each segment's keys begin in `key_rows`
 
+    def at_branches(self) -> tuple["SharedPrefixes", Tensor]:
+        """The same tokens in segments that also end wherever another one goes on, for layers that carry a state; and
+        of each token that runs, its segment and the one that this segment continues, which is itself if it begins a
+        sequence: [2, T']."""
+        ends = self.cu_seqlens.long()
+        key_ends = self.cu_seqlens_k.long()
+        lengths = ends.diff()
+        num_before = key_ends.diff() - lengths                          # keys of earlier segments
+        continues = num_before > 0
+        last_before = self.key_rows[(key_ends[1:] - lengths - 1).clamp(min=0)]
+        bounds = torch.cat([ends, last_before[continues] + 1]).unique()
+        starts, stops = bounds[:-1], bounds[1:]
+        whole = torch.searchsorted(ends, starts, right=True) - 1        # the segment that a piece is of
+        num_keys = num_before[whole] + stops - ends[whole]
+        cu_seqlens_k = torch.nn.functional.pad(num_keys.cumsum(0), (1, 0))
+        place = torch.arange(int(cu_seqlens_k[-1]), device=ends.device)
+        key_places = place + (key_ends[whole] - cu_seqlens_k[:-1]).repeat_interleave(num_keys)
+        number = torch.arange(len(starts), device=ends.device)
+        row_before = torch.where(starts > ends[whole], starts - 1, last_before[whole])
+        is_first = (starts == ends[whole]) & ~continues[whole]
+        parent = torch.where(is_first, number, torch.searchsorted(bounds, row_before, right=True) - 1)
+        pieces = self._replace(cu_seqlens=bounds.int(), key_rows=self.key_rows[key_places],
+                               cu_seqlens_k=cu_seqlens_k.int())
+        return pieces, torch.stack([number, parent]).repeat_interleave(stops - starts, dim=1)
+
 
 def sort_by_prefix(tokens: Tensor, mask: Tensor, cu_seqlens: Tensor, rows: Tensor | None, routing: Tensor | None,
                    groups: Tensor | None = None) -> tuple[np.ndarray, np.ndarray]:

@@ -4,11 +4,12 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from common.flags.model import LoRAConfig, ModelConfig
 from common.forward import states
 from common.forward.attention import head_dims
+from common.forward.blocks import blocks_of
 from common.forward.states import layers_with_state, state_shape
 from common.forward.vision import auto_class
 from common.kernels import tile_shape
@@ -78,10 +79,10 @@ class Model:
         """Count with this share of the blocks recomputed in the backward pass."""
         self.num_recomputed = round(share * self.num_blocks)
 
-    def _count_weights(self, model: nn.Module, expert_parallel: int) -> None:
+    def _count_weights(self, model: PreTrainedModel, expert_parallel: int) -> None:
         """Numbers of weights: of all, and of what FSDP2 gathers together: a block (of its experts those that a
         rank has), an untied embedding, head and rest."""
-        blocks = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
+        blocks = blocks_of(model, model)
         self.largest = max(blocks, key=count)
         self.num_blocks = len(blocks)
         self.all = count(model)

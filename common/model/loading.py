@@ -268,8 +268,8 @@ def _build(auto_class: type, path: str, hf_config: PretrainedConfig, config: Mod
             module._buffers["e_score_correction_bias"] = bias.float()
     with explain_failure(path, hf_config):
         has_states = separate_states(model.get_decoder())
-    if has_states and (config.share_prompt or config.sequence_parallel > 1):
-        raise ValueError(f"{path} has layers with a state: omit --policy.share-prompt and --policy.sequence-parallel")
+    if has_states and config.sequence_parallel > 1:
+        raise ValueError(f"{path} has layers with a state: omit --policy.sequence-parallel")
     if config.freeze_vision:
         model.base_model.requires_grad_(False)
         model.get_decoder().requires_grad_(True)

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from common.flags.model import LoRAConfig
-from common.forward.adapted import AdaptedExperts, LoRALinear, adapt, are_experts, names_of
+from common.forward.adapted import AdaptedExperts, LoRALinear, adapt, are_experts, is_router, names_of
 from common.forward.adapted import merge as merge
+from common.forward.blocks import blocks_of
 from common.source.stored import is_adapter
 
-ROUTERS = {"gate", "router", "shared_expert_gate"}
+ROUTER_NAMES = {"gate", "router", "shared_expert_gate"}
 """Linear layers inside blocks that choose experts: they belong neither to attention nor to an MLP."""
 EXPERTS = "experts"
 """The name of all experts in --lora.targets."""
@@ -39,14 +40,16 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, dtype: torch.dtype 
     them. Returns whether there are experts that have none. Raises ValueError for a wrong target."""
     linears = []                                                        # (block, name in it, layer)
     mixtures = []
-    for block in model.get_decoder().modules():
-        if type(block).__name__ in model._no_split_modules:
-            for name, module in block.named_modules():
-                if type(module) is nn.Linear:
-                    linears.append((block, name, module))
-                elif are_experts(module):
-                    mixtures.append(module)
-    by_default = {name.rpartition(".")[2] for _, name, _ in linears} - ROUTERS
+    for block in blocks_of(model.get_decoder(), model):
+        in_routers: set[nn.Module] = set()
+        for name, module in block.named_modules():
+            if is_router(module):
+                in_routers.update(module.modules())
+            if type(module) is nn.Linear and module not in in_routers:
+                linears.append((block, name, module))
+            elif are_experts(module):
+                mixtures.append(module)
+    by_default = {name.rpartition(".")[2] for _, name, _ in linears} - ROUTER_NAMES
     possible = {ALL_LINEAR, *by_default}
     if mixtures:
         possible.add(EXPERTS)
@@ -63,6 +66,9 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, dtype: torch.dtype 
     targets = set(config.targets or [ALL_LINEAR])
     if ALL_LINEAR in targets:
         targets |= by_default
+    if not by_default and EXPERTS not in targets:
+        raise ValueError(f"--lora.rank {config.rank}: a {model.config.model_type} has no linear layers in its blocks "
+                         f"(GPT-2 and its kin have Conv1D instead), so nothing would be trained: set it to 0")
     for block, name, linear in linears:
         if name.rpartition(".")[2] in targets:
             block.set_submodule(name, LoRALinear(linear, config.rank, scale, dtype))

@@ -74,7 +74,8 @@ def gradient_on_others(model: PackedModel, forward: Callable[[Batch], Tensor], b
     hook.remove()
     (gradient,) = torch.autograd.grad(total, embedded)                                          # [1, t, H]
     model.free_unsharded()
-    row = make_row(batch, model.share_prompt, model.sequence_group)     # perhaps with three sequences of each rank
+    # perhaps with three sequences of each rank
+    row = make_row(batch, model.share_prompt, model.sequence_group, model.has_states)
     is_other = row.batch.mask & (row.batch.sequence_ids % 3 != 1)                               # [T]
     return float(gradient[0].abs().amax(-1).where(is_other[row.run], 0).max())
 

@@ -27,6 +27,7 @@ class PackedModel(nn.Module):
     def __init__(self):
         super().__init__()
         self.share_prompt = False
+        self.has_states = False  # convolutions, delta nets or state-space layers
         self.sequence_group: ProcessGroup | None = None  # the ranks that run a micro-batch together
         self.prompts: Any = None  # what holds the images of the data, if there are some
         self.routers: list[Router] = []  # whose choice is recorded and replayed
@@ -44,7 +45,7 @@ class PackedModel(nn.Module):
         """The tokens of the micro-batch that run here, and the hidden states [N, H] that predict the sampled tokens."""
         if isinstance(self, FSDPModule) and torch.is_grad_enabled():
             self.set_requires_all_reduce(batch.ends_minibatch)
-        row = make_row(batch, self.share_prompt, self.sequence_group)
+        row = make_row(batch, self.share_prompt, self.sequence_group, self.has_states)
         for layer, router in enumerate(self.routers):
             router.replayed = None
             if batch.routing is not None:

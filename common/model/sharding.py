@@ -16,6 +16,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PreTrainedModel
 
 from common.flags.model import ModelConfig
+from common.forward.blocks import blocks_of
+from common.forward.states import layers_with_state
 from common.model.policy import Critic, PackedModel, saved_buffers
 from common.parallel.ranks import World, reduce_scatter_single
 
@@ -192,6 +194,7 @@ def shard(model: PackedModel, transformer: PreTrainedModel, config: ModelConfig,
     A critic's head computes in float32. Nothing is random: with dropout the ratio would differ from 1 on policy."""
     model.eval()
     model.share_prompt = config.share_prompt
+    model.has_states = bool(layers_with_state(transformer.get_decoder()))
     model.sequence_group = world.sequence
     if frozen:
         model.requires_grad_(False)
@@ -218,10 +221,7 @@ def shard(model: PackedModel, transformer: PreTrainedModel, config: ModelConfig,
     def placement(weight: nn.Parameter) -> Shard:
         return Shard(shard_dim(weight.shape, num_shards))
 
-    blocks = []
-    for module in transformer.modules():
-        if type(module).__name__ in transformer._no_split_modules:
-            blocks.append(module)
+    blocks = blocks_of(transformer, transformer)
     share = recomputed_share(config, transformer.num_parameters())
     model.num_blocks = len(blocks)
     model.num_recomputed = round(share * len(blocks))

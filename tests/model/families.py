@@ -89,7 +89,7 @@ LAYERS_OF_THEIR_OWN = {"nemotron_h"}                                    # its li
 DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear")
 REFUSED = {"zamba2"}                                                    # its blocks share weights
 STATE_SPACES = ("nemotron_h", "bamba", "granitemoehybrid", "falcon_h1", "zamba2")
-WITH_STATE = {*DELTA_NETS, *STATE_SPACES, "lfm2", "lfm2_moe"}           # they share no prompts
+WITH_STATE = {*DELTA_NETS, *STATE_SPACES, "lfm2", "lfm2_moe"}
 
 
 @dataclass
@@ -146,7 +146,8 @@ def save(config: PretrainedConfig, folder: Path) -> str:
             elif parameter.ndim == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))
         for buffer in saved_buffers(model).values():
-            buffer.add_(torch.randn_like(buffer))
+            if buffer.is_floating_point():
+                buffer.add_(torch.randn_like(buffer))
     model.save_pretrained(folder)
     return str(folder)
 
@@ -224,9 +225,8 @@ def measure(family: str, folder: Path, world: World, engines: tuple[str, ...] = 
     found = Found(spread=float(want_logp[batch.mask].std()))
     logp, gradient = packed(policy, batch, upstream)
     found.logp, found.gradient = largest(logp, want_logp), relative(gradient, want)
-    if family not in WITH_STATE:
-        logp, gradient = packed(load(share_prompt=True, gradient_checkpointing=True), batch, upstream)
-        found.shared_logp, found.shared_gradient = largest(logp, want_logp), relative(gradient, want)
+    logp, gradient = packed(load(share_prompt=True, gradient_checkpointing=True), batch, upstream)
+    found.shared_logp, found.shared_gradient = largest(logp, want_logp), relative(gradient, want)
     found.checkpointed_gradient = relative(packed(load(gradient_checkpointing=True), batch, upstream)[1], want)
     targets = ("all-linear", "experts") if any(map(are_experts, oracle.modules())) else ("all-linear",)
     adapters = LoRAConfig(rank=4, targets=targets)

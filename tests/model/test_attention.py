@@ -193,8 +193,16 @@ def test_refusals():
             packed_varlen(None, q, q, q, cu_seq_lens_q=torch.tensor([0, 6]), **refused)
     with pytest.raises(RuntimeError, match="sum exactly to 6"):
         packed_sdpa(None, q, q, q, cu_seq_lens_q=torch.tensor([0, 2, 5]), cu_seq_lens_k=torch.tensor([0, 2, 5]))
-    with pytest.raises(KeyError):                               # without cu_seq_lens: nothing is taken for one sequence
+    with pytest.raises(ValueError, match="do not tell attention where"):    # nothing is taken for one sequence
         model("llama", "packed_sdpa")(input_ids=torch.ones(1, 4, dtype=torch.long), use_cache=False)
+    layout = {"cu_seq_lens_q": torch.tensor([0, 6]), "cu_seq_lens_k": torch.tensor([0, 6])}
+    packed_sdpa(None, q, q, q, **layout, dropout=0.0, is_causal=True, position_bias=None)
+    for dropped, rule in (({"attention_mask": torch.zeros(6, 6)}, "make a mask of their own"),
+                          ({"is_causal": False}, "its attention is not causal"),
+                          ({"position_bias": torch.zeros(6, 6)}, "tell attention position_bias, which packed")):
+        for attention in (packed_sdpa, packed_varlen):
+            with pytest.raises(ValueError, match=rule):
+                attention(None, q, q, q, **layout | dropped)
 
 
 @pytest.mark.parametrize("has_flash_attn", [True, False])

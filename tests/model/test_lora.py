@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, GPT2Config, Qwen3MoeConfig
 
 from common.checkpoint.export import export, hf_files
 from common.checkpoint.manager import Checkpoints
@@ -22,13 +22,14 @@ from common.engine.base import EngineSetup, RolloutConfig
 from common.engine.make import make_engine
 from common.memory.plan import GIB, Model
 from common.model.loading import Weights, load_critic, load_frozen, load_policy, read_config
-from common.model.lora import LoRAConfig, LoRALinear, Reference
+from common.model.lora import LoRAConfig, LoRALinear, Reference, add_adapters
 from common.model.optimizers import make_optimizer
 from common.model.policy import ModelConfig, Policy
 from common.optim import OptimConfig
 from common.run import RunArgs
 from tests.checkpoint.test_checkpoint import watch  # noqa: F401 (fixture)
 from tests.conftest import VOCAB, launch
+from tests.model import scan_families
 from tests.model.peft_worker import logits
 from tests.model.test_memory_plan import ALL, llama, plan_of  # noqa: F401 (fixture)
 from tests.model.test_policy import make_batch, save_model
@@ -280,6 +281,18 @@ def test_wrong_targets_are_refused(target, world, tmp_path):
     adapters = LoRAConfig(rank=2, targets=("q_proj", target))
     with pytest.raises(ValueError, match=rule):
         load_policy(save_model(MOE, tmp_path), FLOAT32, world, Weights(lora=adapters))
+
+
+def test_a_model_in_which_nothing_would_be_trained_is_refused(world, tmp_path):
+    """GPT-2 has no nn.Linear in its blocks, and of LongCat's router none is adapted: it would have no gradient."""
+    gpt2 = GPT2Config(vocab_size=53, n_embd=24, n_layer=2, n_head=2, n_positions=64)
+    with pytest.raises(ValueError, match=r"--lora\.rank 4: a gpt2 has no linear layers in its blocks"):
+        load_policy(save_model(gpt2, tmp_path), FLOAT32, world, Weights(lora=RANK4))
+    with torch.device("meta"):
+        longcat = AutoModelForCausalLM.from_config(scan_families.config_of("longcat_flash"))
+    add_adapters(longcat, RANK4)
+    adapted_layers = [name for name, layer in longcat.named_modules() if isinstance(layer, LoRALinear)]
+    assert len(adapted_layers) > 10 and not any("router" in name for name in adapted_layers)
 
 
 @pytest.mark.parametrize(("flags", "rule"), [

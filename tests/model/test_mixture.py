@@ -124,6 +124,22 @@ def test_the_gradient_is_added_to_that_of_the_script(mixture, world):
     assert "router_aux_loss" not in policy.reported                     # the phase ends the step
 
 
+def test_a_second_pass_with_a_gradient_is_refused(mixture, world):
+    """Each would add the loss. Passes without a gradient add none, and an update may go over the same tokens again."""
+    policy, minibatch = load_policy(mixture, FLOAT32, world), in_parts(make_batch(), 2)
+    for _ in range(2):
+        update(policy, minibatch)
+    policy.count_choices(minibatch)
+    first, last = minibatch
+    policy(first, 1.0)
+    policy.score(first, 1.0)
+    policy(last, 1.0)
+    with pytest.raises(ValueError, match=r"--policy\.router-aux-coef 2: a micro-batch had two forward passes with a "):
+        policy(first, 1.0)
+    policy.mixture.load()
+    policy(first, 1.0)                                                  # no update, no loss
+
+
 def test_a_phase_counts_before_each_update_and_says_if_a_script_does_not(mixture, world):
     policy, batch = load_policy(mixture, FLOAT32, world), make_batch()
     minibatches = [in_parts(batch, 2), in_parts(batch, 3)]

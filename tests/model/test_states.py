@@ -1,6 +1,8 @@
 """Layers with a state on packed rows, against transformers' own layers on one sequence at a time and against loops over
 tokens."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +16,7 @@ from common.forward.sequence_parallel import make_row
 from common.forward.states import convolve, gated_delta_rule, make_chunks, separate_states, state_space
 from common.model.loading import load_policy
 from common.model.policy import ModelConfig
-from tests.model.families import WITH_STATE, Float64, config_of, largest, relative, restore, save
+from tests.model.families import WITH_STATE, Float64, config_of, largest, one_by_one, relative, restore, save
 
 FAMILIES = sorted(WITH_STATE)
 LENGTHS = [1, 64, 2, 210, 3, 65, 1, 4, 130]                             # 3: a convolution's width less 1; 64: a chunk
@@ -80,6 +82,46 @@ def test_packed_rows_are_one_sequence_at_a_time(family, monkeypatch):
     logp = logp_of(model.float(), batch.tokens, targets, upstream, **layout_of(batch))
     assert largest(logp, want_logp) < LOGP[torch.float32]
     assert relative(gradients(model), want) < GRADIENT[torch.float32]
+
+
+SHARED = {1: (1, 70, 2), 2: (3, 5), 3: (210, 1), 64: (64, 2), 65: (1, 0), 130: (65, 3, 64)}
+"""Lengths of prompts -> of the responses to each. 3 is a convolution's width less 1, 64 a chunk."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sequences_go_on_from_the_state_of_what_they_share(family, monkeypatch):
+    generator = torch.Generator().manual_seed(1)
+    prompts, responses = [], []
+    for length, others in SHARED.items():
+        prompts += [draw(length, generator)] * len(others)
+        responses += [draw(n, generator) for n in others]
+    for taken in (1, 64, 69):                                           # later turns branch off, and off from these
+        prompts.append([*prompts[1], *responses[1][:taken]])
+        responses.append(draw(3, generator))
+        prompts.append([*prompts[-1], *responses[-1][:2]])
+        responses.append(draw(4, generator))
+    order = torch.randperm(len(prompts), generator=generator).tolist()
+    batch = Batch.build([prompts[i] for i in order], [responses[i] for i in order]).to("cpu", True)
+    upstream = torch.randn(len(batch.tokens), generator=generator).double()
+    restore(monkeypatch, config_of(family))
+    model = build(family)
+    model.double()
+    with Float64():
+        want_logp, want = one_by_one(model, batch, upstream)
+    want = gradients(model)
+    assert separate_states(model.get_decoder())
+    model.set_attn_implementation("packed_sdpa")
+    row = make_row(batch, True, None, has_states=True)
+    assert len(row.run) < 0.8 * len(batch.tokens)
+    told = row.layout | {"position_ids": batch.position_ids[None, row.run], "use_cache": False}
+    for dtype in (torch.float64, torch.float32):
+        model.to(dtype)
+        with Float64() if dtype == torch.float64 else nullcontext():
+            logits = model(input_ids=batch.tokens[None, row.run], **told).logits[0, row.before]
+            logp = logits.log_softmax(-1).gather(1, batch.tokens[row.sampled][:, None])[:, 0]
+            (logp * upstream[row.sampled]).sum().backward()
+        assert largest(logp.detach(), want_logp[row.sampled]) < LOGP[dtype]
+        assert relative(gradients(model), want) < GRADIENT[dtype]
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "bamba", "lfm2"])
@@ -184,6 +226,9 @@ def test_a_layer_of_unknown_functions_runs_one_sequence_at_a_time(monkeypatch):
         use_cache=False).logits for part in batch.tokens.split(batch.host_lengths)], dim=1)
     assert torch.allclose(model(**inputs).logits, want, atol=1e-5)
     assert not torch.allclose(leaking, want, atol=1e-2)
+    batch = batch.to("cpu", True)
+    with pytest.raises(ValueError, match=r"is not known here, omit --policy\.share-prompt"):
+        model(input_ids=batch.tokens[None], **make_row(batch, True, None, has_states=True).layout)
 
 
 def test_mamba_1_is_refused_in_words(tmp_path, world):

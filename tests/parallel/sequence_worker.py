@@ -35,14 +35,16 @@ class Case(NamedTuple):
 
 
 @contextlib.contextmanager
-def in_float64() -> Iterator[None]:
-    """Models are built, and their gradients reduced, in float64, in many parts."""
+def in_float64(with_norms: bool = True) -> Iterator[None]:
+    """Models are built, and their gradients reduced, in float64, in many parts. Norms and routers compute in it too,
+    unless `families.Float64` is around the passes, which does this for all families."""
     build = loading._build
 
     def double(*args):
         model = build(*args).double()
-        model.config._experts_implementation = "eager"                  # grouped products know no float64
-        for module in model.modules():
+        for config in (model.config, model.config.get_text_config()):
+            config._experts_implementation = "eager"                    # grouped products know no float64
+        for module in model.modules() if with_norms else ():
             name = type(module).__name__
             if name.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):    # transformers' own are float32
                 module.forward = norm.__get__(module)

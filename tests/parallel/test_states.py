@@ -11,6 +11,7 @@ from tests.parallel.test_sequence_parallel import make_step, on_one_rank, relati
 
 KINDS = ("qwen3_5_text", "kimi_linear", "granitemoehybrid", "lfm2")
 CASES = [Case(family, 1, budget=budget, recompute=budget == 20) for family in KINDS for budget in (20, 1000)]
+CASES += [Case(family, 1, budget=1000, share_prompt=True, recompute=True) for family in KINDS]
 TOLERANCE = 1e-6                        # reached: 2e-7: transformers adds the gradients of decay rates up in float32
 
 

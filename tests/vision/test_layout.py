@@ -26,7 +26,7 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     assert found.keys() == expected.keys()
     for name, gradient in found.items():
         scale = expected[name].abs().max().clamp(min=1e-3)
-        assert (gradient - expected[name]).abs().max() < 1e-4 * scale, name
+        assert (gradient - expected[name]).abs().max() < 2e-5 * scale, name
 
 
 @pytest.mark.parametrize("with_own", [False, True])

@@ -1,6 +1,7 @@
 """The trainer on packed rows with images against transformers' own forward of each row by itself."""
 
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,8 +13,13 @@ from common.model.loading import Weights, load_policy
 from common.model.lora import LoRAConfig
 from common.model.policy import ModelConfig
 from envs.pictures import decode
+from tests.model.families import Float64
+from tests.parallel.sequence_worker import in_float64
 
 TOLERANCE = 2e-5                        # log-probs of up to 20 in float32; reached: 5e-6
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl")
+GRADIENT = {"float32": 2e-5, "float64": 1e-7}
+"""Of the largest entry of each tensor."""
 RESPONSES = {0: [[5, 7, 2], [900, 901, 902, 903]], 1: [[8, 2]], 2: [[4098, 17, 4097, 30, 2]], 3: [[5, 7, 2]]}
 """By row. 4097 and 4098 are placeholders, which a policy may sample like any token."""
 
@@ -28,9 +34,12 @@ def batch_of(prompts, order: list[tuple[int, int]]) -> Batch:
 ORDER = [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1)]
 
 
-def alone(model: str, prompts, order: list[tuple[int, int]], with_grad: bool = False):
+def alone(model: str, prompts, order: list[tuple[int, int]], with_grad: bool = False,
+          dtype: torch.dtype = torch.float32):
     """Log-probs of each response by transformers' own model, unpacked, with eager attention; and that model."""
-    lm = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
+    kinds = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    lm = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32, **kinds)
+    lm.eval().to(dtype)
     processor, found = load_processor(model)[0], []
     for row, number in order:
         prompt, response = prompts[row], RESPONSES[row][number]
@@ -58,6 +67,7 @@ def alone(model: str, prompts, order: list[tuple[int, int]], with_grad: bool = F
     return found, lm
 
 
+@pytest.mark.parametrize("model", FAMILIES, indirect=True)
 @pytest.mark.parametrize("share_prompt", [False, True])
 def test_packed_rows_with_images_match_each_row_alone(model, prompts, world, share_prompt):
     config = ModelConfig(compute_dtype="float32", share_prompt=share_prompt)
@@ -84,23 +94,34 @@ def gradients(policy, batches: list[Batch], weights: dict[tuple[int, int], float
     return found
 
 
-def test_gradient_is_that_of_rows_alone_in_any_layout(model, prompts, world):
-    policy = load_policy(model, ModelConfig(compute_dtype="float32"), world)
+@pytest.mark.parametrize("model", FAMILIES, indirect=True)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_gradient_is_that_of_rows_alone_in_any_layout(dtype, model, prompts, world):
+    """In float64 everything is, so that what remains of float32's difference would be a fault."""
+    is_wide = dtype == "float64"
+    with in_float64(with_norms=False) if is_wide else nullcontext():
+        policy = load_policy(model, ModelConfig(compute_dtype="float32"), world)
     policy.prompts = prompts
     weights = {pair: 0.5 - 0.3 * i for i, pair in enumerate(ORDER)}
-    logps, lm = alone(model, prompts, ORDER, with_grad=True)
-    sum(weights[pair] * logp.sum() for pair, logp in zip(ORDER, logps)).backward()
-    expected = {name: p.grad for name, p in lm.named_parameters() if p.grad is not None}
     layouts = [[ORDER], [ORDER[::-1]], [[pair] for pair in ORDER], [ORDER[1:2], ORDER[:1] + ORDER[2:]]]
-    for share_prompt in (False, True):
-        policy.share_prompt = share_prompt
-        for layout in layouts:
-            batches = [(batch_of(prompts, order).to("cpu", share_prompt), order) for order in layout]
-            found = gradients(policy, batches, weights)
-            assert found.keys() == expected.keys()
-            for name, gradient in found.items():
-                scale = expected[name].abs().max().clamp(min=1e-3)
-                assert (gradient - expected[name]).abs().max() < 1e-4 * scale, name
+    with Float64() if is_wide else nullcontext():
+        logps, lm = alone(model, prompts, ORDER, with_grad=True, dtype=getattr(torch, dtype))
+        theirs = dict(lm.named_buffers())
+        for name, buffer in policy.lm.named_buffers():
+            if is_wide:                                                 # frequencies that were rounded otherwise
+                buffer.copy_(theirs[name])
+        sum(weights[pair] * logp.sum() for pair, logp in zip(ORDER, logps)).backward()
+        expected = {name: p.grad for name, p in lm.named_parameters() if p.grad is not None}
+        for share_prompt in (False, True):
+            policy.share_prompt = share_prompt
+            for layout in layouts:
+                batches = [(batch_of(prompts, order).to("cpu", share_prompt), order) for order in layout]
+                found = gradients(policy, batches, weights)
+                assert found.keys() == expected.keys()
+                for name, gradient in found.items():
+                    assert gradient.dtype == expected[name].dtype == getattr(torch, dtype)
+                    scale = expected[name].abs().max().clamp(min=1e-3)
+                    assert (gradient - expected[name]).abs().max() < GRADIENT[dtype] * scale, name
     towers = [name for name in expected if "visual" in name or "vision" in name]
     assert towers and max(float(expected[name].abs().max()) for name in towers) > 0.01
 

@@ -58,19 +58,23 @@ def _qwen(family: str, tokenizer, ids: dict[str, int], text: dict[str, Any]) -> 
     tokens = {name: ids[token] for name, token in zip(
         ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id"), QWEN)}
     vision = {"depth": 2, "hidden_size": 64, "intermediate_size": 96, "num_heads": 2, "out_hidden_size": 128}
-    if family == "qwen3_vl":
+    if family.startswith("qwen3_vl"):
         patch, kind = 16, "Qwen3VL"
         text["rope_parameters"]["mrope_interleaved"] = True             # transformers takes it for granted, vLLM not
         vision |= {"patch_size": 16, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
     else:
         patch, kind = 14, "Qwen2_5_VL"
         vision |= {"patch_size": 14, "fullatt_block_indexes": [1], "window_size": 56}
-    config = getattr(transformers, f"{kind}Config")(
+    moe = ""
+    if family == "qwen3_vl_moe":
+        moe = "Moe"
+        text |= {"moe_intermediate_size": 32, "num_experts_per_tok": 2, "num_local_experts": 4}
+    config = getattr(transformers, f"{kind}{moe}Config")(
         text_config=text, vision_config=vision, **tokens, tie_word_embeddings=text["tie_word_embeddings"])
     images = Qwen2VLImageProcessorPil(
         min_pixels=(2 * patch) ** 2, max_pixels=16 * (2 * patch) ** 2, patch_size=patch)
     template = TEMPLATE.replace("IMAGE", "<|vision_start|><|image_pad|><|vision_end|>")
-    videos = video_processor("Qwen3VL" if family == "qwen3_vl" else "Qwen2VL")
+    videos = video_processor("Qwen3VL" if kind == "Qwen3VL" else "Qwen2VL")
     return config, getattr(transformers, f"{kind}Processor")(images, tokenizer, **videos, chat_template=template)
 
 
