@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from common.flags.data import find_files
-from common.flags.rules import check_sampling, num_shards
+from common.flags.rules import check_pool, check_sampling, num_shards
 from common.flags.secrets import flags_of
 from common.source.folder import check_folder
 from rewards.runtime.pool import check_reward
@@ -51,6 +51,7 @@ def check_rollouts(args: Any) -> None:
     given = vars(args)
     if "rollout" in given:
         check_sampling(given["rollout"])
+        check_pool(given["data"])
     if "reward" in given:
         check_reward(given["reward"])
 

@@ -4,6 +4,7 @@ torch is imported."""
 import os
 from typing import Any, Literal
 
+from common.flags.data import DataConfig
 from common.flags.rollout import RolloutConfig
 
 Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
@@ -77,6 +78,14 @@ def check_sampling(config: RolloutConfig) -> None:
     if config.in_flight > 1 and config.stop:
         raise ValueError(f"{given} does not go with --rollout.stop: only the tokens of a response are carried over, "
                          f"not a text that is half written")
+
+
+def check_pool(config: DataConfig) -> None:
+    """Refuse pools of rows that cannot be meant."""
+    if config.pool_hard >= config.pool_easy:
+        raise ValueError(f"--data.pool-hard {config.pool_hard} must be below --data.pool-easy {config.pool_easy}")
+    if not 0 < config.pool_rest <= 1:
+        raise ValueError(f"--data.pool-rest {config.pool_rest} must be in (0, 1]: with 0 no row would ever come back")
 
 
 def check_clip(low: float, high: float, dual: float) -> None:

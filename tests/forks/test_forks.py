@@ -96,7 +96,7 @@ def test_a_diff_that_does_not_fit_is_refused():
 
 def test_the_lines_are_counted():
     """The document says how many lines each fork has: beside a flag's two and changed imports, what is added."""
-    numbers = {"Two": 2, "Three": 3, "Eight": 8, "Ten": 10, "Nineteen": 19}
+    numbers = {"Two": 2, "Three": 3, "Ten": 10, "Nineteen": 19}
     texts = re.findall(r"^## .*?\n(\w+) lines?(.*?)\n```", DOCUMENT.read_text(), re.S | re.M)
     assert len(texts) == len(documented())
     for (number, text), diff in zip(texts, documented().values()):
@@ -196,14 +196,28 @@ def test_scores_of_reasoning_steps(start):
     assert metrics_of(run)[0]["actor/grad_norm"] == pytest.approx(metrics_of(on_two)[0]["actor/grad_norm"], rel=1e-3)
 
 
-def test_a_curriculum(start, tmp_path):
-    """Its rows are of the sampler's order, the success of each is in the checkpoints, and a killed run goes on."""
-    run = start(CURRICULUM, *THREE_STEPS)
-    last = max((run / "checkpoints").glob("step_*"))
-    rates = json.loads((last / "manifest.json").read_text())["manifest"]["state"]["script"]["rates"]
-    assert len(rates) > 4 and all(0 <= rate <= 1 for rate in rates.values())
-    assert metrics_of(run)[0]["training/epoch"] == 0 and metrics_of(run)[2]["training/epoch"] == 1     # 48 of 32 rows
+@pytest.mark.parametrize("fork", [CURRICULUM, "weights_after_the_step"])
+def test_a_curriculum(start, tmp_path, fork):
+    """Rows are passed over, those of the metrics' pools have the scores of the rollouts, and a killed run goes on, also
+    where the weights are set at the end of a step, for the next one."""
+    run = start(fork, *THREE_STEPS)
+    rows = [row for step in (1, 2, 3) for row in rows_of(run, step)]
+    means = {row["prompt"]: [r["score"] for r in rows if r["prompt"] == row["prompt"]] for row in rows}
+    assert len(means) == 12                                             # an epoch has 32 rows: none comes twice
+    last = metrics_of(run)[-1]
+    assert last["curriculum/too_easy_frac"] == sum(np.mean(scores) >= 0.95 for scores in means.values()) / 32
+    assert last["curriculum/too_hard_frac"] == sum(np.mean(scores) <= 0.05 for scores in means.values()) / 32
+    assert last["curriculum/unseen_frac"] == 20 / 32
     survives_a_kill(run, tmp_path)
+
+
+def test_weights_that_are_none_are_refused(start):
+    flags = [*STOPS, *UNSAVED]
+    said = said_by(start("rates_without_a_score", *flags, check=False))
+    assert said == ("error: sampler.weights of row 0 is nan, must be 0 or more and finite: run.success_rates is NaN for "
+                    "rows without a score yet, nan_to_num(0.5) gives them one")
+    said = said_by(start("rates_of_a_rank", *flags, ranks=2, check=False))
+    assert "run.sample: the rows differ between ranks" in said
 
 
 def test_replaying_the_best_responses(start, tmp_path):
