@@ -24,7 +24,7 @@ from common.flags.effect import check_effect
 from tests.conftest import ROOT, launch
 
 NAMES = ("grpo", "ppo", "dapo", "rloo", "grpo_variants", "online_dpo", "async_grpo")  # they sample from the policy
-SUPERVISED = ("sft", "dpo", "rm")                                       # they have neither engine nor rewards
+SUPERVISED = ("sft", "dpo", "kto", "rm")                                # they have neither engine nor rewards
 EVALUATE = "evaluate.py"                                                # it does not train
 DISTILL = "distill.py"                                                  # it samples, and has no ratio in its loss
 SCRIPTS = {f"{name}.py": (ROOT / f"{name}.py").read_text() for name in NAMES if (ROOT / f"{name}.py").is_file()}
@@ -41,7 +41,7 @@ PHASES = ["1 rollout", "2 rewards", "3 mini-batches", "4 log-probs", "5 update",
 # file that reaches its ceiling is two subjects, and is split or simplified.
 SCRIPT_CEILINGS = {"grpo.py": 125, "dapo.py": 185, "rloo.py": 185, "ppo.py": 185, "grpo_variants.py": 230,
                    "online_dpo.py": 155, "async_grpo.py": 200, "dpo.py": 160, "sft.py": 145,
-                   "rm.py": 140, EVALUATE: 130, DISTILL: 185}
+                   "rm.py": 140, "kto.py": 160, EVALUATE: 130, DISTILL: 185}
 FILE_CEILING = 260                                                      # any file of common, rewards, envs, variants
 READ_CEILING = 1550                                                     # common/*.py, all together
 PACKAGE_CEILING = 1300                                                  # a folder above it is two subjects
@@ -302,7 +302,7 @@ def test_the_six_phases_in_order(script):
 @pytest.mark.parametrize("script", OFFLINE)
 def test_the_phases_that_supervised_training_has(script):
     """Their numbers are those of the other scripts, so that it is seen which are missing."""
-    scores = {"dpo.py": ["4 log-probs"], "rm.py": ["4 rewards"]}.get(script, [])
+    scores = {"dpo.py": ["4 log-probs"], "kto.py": ["4 log-probs"], "rm.py": ["4 rewards"]}.get(script, [])
     assert phases(OFFLINE[script]) == ["1 data", *scores, *PHASES[4:]]
 
 
