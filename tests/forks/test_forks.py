@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.checkpoint.faulty import server
 from tests.conftest import ROOT, STOPS, launch
@@ -22,8 +24,10 @@ from tools import try_script
 GRPO, DAPO = ((ROOT / name).read_text() for name in ("grpo.py", "dapo.py"))
 BY_LENGTH = f"{try_script.__file__}:compute_score_of_some"
 PROCESS, NEVER, WORDS = (f"{Path(__file__).parent}/rewards.py:{name}" for name in ("process", "never", "words"))
-ENTROPY, STEPS, CURRICULUM, AVERAGE, BEST = documented()
-LENGTH, CLIP, PROCESS_REWARD, REPLAY, SFT = "by_length", "wider_clip", "process", "replay", "second_loss"
+ENTROPY, STEPS, CURRICULUM, BEST = documented()
+LENGTH, CLIP, PROCESS_REWARD, REPLAY, SFT, AVERAGE = ("by_length", "wider_clip", "process", "replay", "second_loss",
+                                                      "average")
+THREE_TURNS = f"{ROOT}/tests/engine/episodes_of_tests.py:three_turns"
 UNSAVED = ["--save.hf", "never", "--save.resume", "none"]
 THREE_STEPS = [*STOPS, "--total-steps", "3", "--save.every", "1"]
 MOVED = [*STOPS, *UNSAVED, "--total-steps", "1", "--epochs-per-step", "3", "--optim.lr", "1e-2"]
@@ -96,7 +100,7 @@ def test_a_diff_that_does_not_fit_is_refused():
 
 def test_the_lines_are_counted():
     """The document says how many lines each fork has: beside a flag's two and changed imports, what is added."""
-    numbers = {"Two": 2, "Three": 3, "Ten": 10, "Nineteen": 19}
+    numbers = {"Two": 2, "Three": 3, "Nineteen": 19}
     texts = re.findall(r"^## .*?\n(\w+) lines?(.*?)\n```", DOCUMENT.read_text(), re.S | re.M)
     assert len(texts) == len(documented())
     for (number, text), diff in zip(texts, documented().values()):
@@ -218,6 +222,80 @@ def test_weights_that_are_none_are_refused(start):
                     "rows without a score yet, nan_to_num(0.5) gives them one")
     said = said_by(start("rates_of_a_rank", *flags, ranks=2, check=False))
     assert "run.sample: the rows differ between ranks" in said
+
+
+def test_maxrl(start):
+    """(r - mean) / mean of each group, 0 where no response is correct; a killed run would have nothing to know. Without
+    a bound of the mean such groups are 0 / 0, and their responses count as without a reward: it is right, too."""
+    flags = [*STOPS, *UNSAVED, "--total-steps", "1"]
+    run = start("maxrl", *flags, ranks=2)
+    rows, seen = rows_of(run), set()
+    for _, group in groupby(rows, key=lambda row: row["group"]):
+        scores = [row["score"] for row in group]
+        seen.add(np.mean(scores))
+    for _, group in groupby(rows, key=lambda row: row["group"]):
+        group = [*group]
+        mean = np.mean([row["score"] for row in group])
+        expected = [(row["score"] - mean) / mean if mean else 0.0 for row in group]
+        assert [row["advantage"] or 0.0 for row in group] == pytest.approx(expected, abs=1e-4)   # None: it did not run
+    assert min(seen) == 0 < max(seen) and len(seen) > 2
+    said = said_by(start("maxrl_without_a_bound", *flags, check=False))
+    assert re.fullmatch(r"error: its advantage is nan for response \d+ at its token \d+: .*", said)
+
+
+def test_echo(start, tiny_llama):
+    """The tokens that the user wrote between two replies are predicted, and nothing before the first one: the loss is
+    that of Hugging Face's model in float64, on two ranks, and in micro-batches of one sequence. With a mean over each
+    micro-batch it is not."""
+    flags = [*STOPS, *UNSAVED, "--total-steps", "1", "--rollout.episode", THREE_TURNS, "--rollout.max-response-length",
+             "60", "--echo-coef", "0.5"]
+    run = start("echo", *flags, ranks=2)
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float64)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+    total = count = 0
+    for row in rows_of(run):
+        prompt = tokenizer(row["prompt"], add_special_tokens=False)["input_ids"]
+        tokens = torch.tensor([prompt + row["tokens"]])
+        logp = model(tokens).logits[0].log_softmax(-1)[:-1].gather(1, tokens[0, 1:, None])[len(prompt) - 1 :, 0]
+        is_other = ~torch.tensor(row["mask"])
+        total -= logp[is_other].sum().item()
+        count += int(is_other.sum())
+    first = metrics_of(run)[0]
+    assert count > 100 and first["actor/echo_loss"] == pytest.approx(total / count, rel=1e-5)
+    alone = metrics_of(start("echo", *flags, "--max-tokens-per-gpu", "1"))[0]
+    without = metrics_of(start("echo", *flags, "--echo-coef", "0"))[0]
+    assert alone["actor/grad_norm"] == pytest.approx(first["actor/grad_norm"], rel=1e-4)
+    assert without["actor/grad_norm"] != pytest.approx(first["actor/grad_norm"], rel=1e-2)
+    careless = [metrics_of(start("echo_of_a_microbatch", *flags, *more))[0]["actor/grad_norm"]
+                for more in ([], ["--max-tokens-per-gpu", "1"])]
+    assert careless[0] != pytest.approx(careless[1], rel=1e-3)          # make test finds it
+
+
+def test_echo_in_the_first_mask_is_refused(start):
+    """One mask for the sampled tokens and the others: what was not sampled has no log-prob to weigh."""
+    flags = [*STOPS, *UNSAVED, "--total-steps", "1", "--rollout.episode", THREE_TURNS, "--rollout.max-response-length",
+             "60"]
+    said = said_by(start("echo_in_the_mask", *flags, check=False))
+    assert said == ("error: token_weights: a mask is True on a token that the policy did not sample, whose log-prob is "
+                    "0: combine it with microbatch.mask")
+
+
+def test_a_length_penalty_by_difficulty(start):
+    """A token costs 0.01 times the share of the group that is correct, and at least one of four. With the tokens of this
+    rank's responses alone, on two ranks, the run ends."""
+    flags = [*STOPS, *UNSAVED, "--total-steps", "1"]
+    run = start("length_by_difficulty", *flags, ranks=2)
+    shares = set()
+    for _, group in groupby(rows_of(run), key=lambda row: row["group"]):
+        group = [*group]
+        share = max(np.mean([row["score"] for row in group]), 0.25)
+        shares.add(share)
+        expected = [row["score"] - 0.01 * share * row["response_length"] for row in group]
+        assert [row["reward"] for row in group] == pytest.approx(expected, abs=1e-6)
+    assert len(shares) > 2
+    done = start("length_of_a_rank", *flags, ranks=2, check=False)
+    assert done.returncode and "must match the size" in done.stderr, done.stderr
+    assert "step 1" not in done.stdout
 
 
 def test_replaying_the_best_responses(start, tmp_path):
