@@ -18,6 +18,7 @@ from tests.checkpoint.faulty import server
 from tests.conftest import ROOT, STOPS, launch
 from tests.forks.patches import DOCUMENT, apply, careless, documented, num_added
 from tests.forks.rewards import TOKENS
+from tests.forks.self_play import self_play, with_forgotten_baselines
 from tests.forks.two_policies import two_policies
 from tools import try_script
 
@@ -28,6 +29,7 @@ ENTROPY, STEPS, CURRICULUM, BEST = documented()
 LENGTH, CLIP, PROCESS_REWARD, REPLAY, SFT, AVERAGE = ("by_length", "wider_clip", "process", "replay", "second_loss",
                                                       "average")
 THREE_TURNS = f"{ROOT}/tests/engine/episodes_of_tests.py:three_turns"
+MADE = {"two_policies": two_policies, "self_play": self_play, "forgotten_baselines": with_forgotten_baselines}
 UNSAVED = ["--save.hf", "never", "--save.resume", "none"]
 THREE_STEPS = [*STOPS, "--total-steps", "3", "--save.every", "1"]
 MOVED = [*STOPS, *UNSAVED, "--total-steps", "1", "--epochs-per-step", "3", "--optim.lr", "1e-2"]
@@ -40,7 +42,10 @@ def start(tiny_llama, small_train, tmp_path_factory):
 
     def start(fork: str, *more: str, ranks: int = 1, check: bool = True, base: str = GRPO):
         folder = tmp_path_factory.mktemp("fork")
-        source = two_policies(GRPO) if fork == "two_policies" else apply(forks[fork], base)[0] if fork else base
+        if fork in MADE:
+            source = MADE[fork](GRPO)
+        else:
+            source = apply(forks[fork], base)[0] if fork else base
         (folder / "mine.py").write_text(source)
         flags = ["--model", tiny_llama, "--train-data", small_train, "--prompts-per-step", "4", "--samples-per-prompt",
                  "4", "--total-steps", "2", "--rollout.engine", "hf", "--policy.compute-dtype", "float32",
@@ -321,8 +326,8 @@ def test_a_replay_buffer_survives_a_kill(replayed, tmp_path):
     survives_a_kill(replayed, tmp_path)
 
 
-def survives_a_kill(whole: Path, tmp_path: Path) -> None:
-    """kill -9 as the second of three steps is logged, then the same command again: metrics byte for byte."""
+def survives_a_kill(whole: Path, tmp_path: Path, step: int = 2) -> None:
+    """kill -9 as this one of three steps is logged, then the same command again: metrics byte for byte."""
     flags = json.loads((whole / "config.json").read_text())
     command = [whole.parent / "mine.py", "--model", flags["model"], "--train-data", *flags["train_data"],
                "--prompts-per-step", "4", "--samples-per-prompt", "4", "--total-steps", "3", "--rollout.engine", "hf",
@@ -330,8 +335,8 @@ def survives_a_kill(whole: Path, tmp_path: Path) -> None:
                str(TOKENS), "--optim.lr", "1e-3", "--reward.function", BY_LENGTH, "--reward.num-workers", "1",
                "--log.rollouts-every", "1", *STOPS, "--save.every", "1", "--run-dir", tmp_path / "run"]
     log = tmp_path / "log"
-    assert server()(log, "log:2:0:kill", *command) == -signal.SIGKILL, log.read_text()
-    assert "resumed after step 1" in launch(*command, warm=True).stdout
+    assert server()(log, f"log:{step}:0:kill", *command) == -signal.SIGKILL, log.read_text()
+    assert f"resumed after step {step - 1}" in launch(*command, warm=True).stdout
     for ours, theirs in zip(metrics_of(tmp_path / "run"), metrics_of(whole), strict=True):
         compared = {name for name in theirs if not re.match(r"timing|perf|sync|sleep|rollout/tokens_per_s", name)}
         assert {name: ours[name] for name in compared} == {name: theirs[name] for name in compared}
@@ -346,6 +351,31 @@ def test_two_policies(start, tmp_path):
     entropies = [(numbers["actor/entropy"], numbers["rival/entropy"]) for numbers in metrics_of(run)]
     assert abs(entropies[2][0] - entropies[2][1]) > 1e-3 and metrics_of(run)[2]["rival/grad_norm"] > 0
     survives_a_kill(run, tmp_path)
+
+
+def test_self_play_with_a_baseline_of_each_role(start, tmp_path):
+    """The rival's advantages are those of its rewards less a moving mean, which a killed run goes on with. Where the
+    checkpoints lack the baselines, it does not: `make test` finds it."""
+    run = start("self_play", *THREE_STEPS)
+    baselines, seen = {"actor": 0.0, "rival": 0.0}, set()
+    for step, numbers in enumerate(metrics_of(run), 1):
+        rewards = [row["reward"] for row in rows_of(run, step)]                             # the rival's
+        assert {*rewards} <= {-1.0, 0.0, 1.0}
+        for name, sign in (("actor", -1), ("rival", 1)):                                    # a game of zero sum
+            baselines[name] = 0.95 * baselines[name] + 0.05 * sign * np.mean(rewards)
+            assert numbers[f"{name}/baseline"] == pytest.approx(baselines[name], abs=1e-9)
+        for row in rows_of(run, step):
+            if row["advantage"] is not None:
+                assert row["advantage"] == pytest.approx(row["reward"] - baselines["rival"], abs=1e-6)
+        assert numbers["rival/grad_norm"] > 0 < numbers["actor/grad_norm"]
+        seen |= {*rewards}
+    assert len(seen) == 3 and abs(baselines["rival"]) > 1e-3
+    survives_a_kill(run, tmp_path, step=3)
+
+
+def test_forgotten_baselines_are_found(start, tmp_path):
+    with pytest.raises(AssertionError, match="baseline"):
+        survives_a_kill(start("forgotten_baselines", *THREE_STEPS), tmp_path, step=3)
 
 
 def test_a_teacher_that_averages_the_policy(start, tmp_path):
