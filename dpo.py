@@ -175,12 +175,12 @@ def main(args: Args) -> None:
         run.load_data(partial(
             load_conversations, tokenizer=run.tokenizer, stops=stop_tokens(args.model, run.tokenizer),
             config=args.data, parser=RowParser(columns, parse, per_row=2),
-        ), args.rows_per_step, load_val_prompts(args, run))
+        ), args.rows_per_step, load_val_prompts(args, args.data, run))
         run.max_sequence_length = int(run.train_set.lengths.max())
         max_tokens = run.plan_memory(args.max_tokens_per_gpu)
         validation: SampledValidation | PairValidation | None = None
         if args.eval_by == "sampling":
-            validation = SampledValidation(args, run)
+            validation = SampledValidation(args, args.data, run)
         policy, optimizer = run.load_policy("policy", args.model, args.optim)
         num_epochs = run.total_steps * args.rows_per_step / len(run.train_set)
         run.describe(

@@ -116,10 +116,10 @@ def main(args: Args) -> None:
         run.load_data(partial(
             load_conversations, tokenizer=run.tokenizer, stops=stop_tokens(args.model, run.tokenizer),
             config=args.data, parser=RowParser(columns, parse),
-        ), args.rows_per_step, load_val_prompts(args, run))
+        ), args.rows_per_step, load_val_prompts(args, args.data, run))
         run.max_sequence_length = int(run.train_set.lengths.max())
         max_tokens = run.plan_memory(args.max_tokens_per_gpu)
-        validation = partial(validate, args, run) if args.eval_by == "loss" else SampledValidation(args, run)
+        validation = partial(validate, args, run) if args.eval_by == "loss" else SampledValidation(args, args.data, run)
         policy, optimizer = run.load_policy("policy", args.model, args.optim)
         num_epochs = run.total_steps * args.rows_per_step / len(run.train_set)
         run.describe(f"sft, {num_epochs:.2f} epochs", args.rows_per_step, 1, 1, 1)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from common.flags.correction import CorrectionConfig
-from common.flags.data import ConversationConfig, DataConfig
+from common.flags.data import DataConfig
 from common.flags.model import LoRAConfig, ModelConfig, OffloadConfig, OptimConfig, RewardModelConfig
 from common.flags.record import LogConfig, SaveConfig
 from common.flags.rollout import RolloutConfig
@@ -66,8 +66,6 @@ class SupervisedArgs(SampledArgs):
     """What a validation is: the loss on rows of --val-data; or responses that the policy samples to its prompts and the
     reward function scores: the files then have the columns of grpo.py (--eval-n, --rollout.*, --reward.*), and the
     engine sleeps between validations. Needs --val-data."""
-
-    data: ConversationConfig = field(default_factory=ConversationConfig)
 
 
 @dataclass

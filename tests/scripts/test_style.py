@@ -190,14 +190,15 @@ def test_every_flag_is_read():
 def test_a_flag_that_nobody_reads_is_found():
     never = '    never: int = 0\n    """No one."""\n'
     run, training, shared = "common/run.py", "common/training.py", "common/flags/run.py"
-    for file, name, bases in (("grpo.py", "Args", "(RunArgs)"), (shared, "RunArgs", "(TrainArgs)"),
+    for file, name, bases in (("grpo.py", "Args", "(RunArgs)"), (shared, "RunArgs", "(SampledArgs)"),
                               (shared, "TrainArgs", "")):
         head = f"class {name}{bases}:\n"
         assert head in SOURCES[file]
         source = SOURCES[file].replace(head, head + never, 1)
         assert Flags(SOURCES | {file: source}).unread() == [f"{file} {name}.never"]
-    source = SOURCES[run].replace("args.eval_n", "0")                   # read by `Run` alone, for all scripts
-    assert Flags(SOURCES | {run: source}).unread() == [f"{shared} RunArgs.eval_n"]
+    readers = (run, "common/evaluation/sampled.py")                     # for all scripts, and for sft.py and dpo.py
+    without = {file: SOURCES[file].replace("args.eval_n", "0") for file in readers}
+    assert Flags(SOURCES | without).unread() == [f"{shared} SampledArgs.eval_n"]
     source = SOURCES[training].replace("self.args.eval_every", "0")
     assert Flags(SOURCES | {training: source}).unread() == [f"{shared} TrainArgs.eval_every"]
     sources = {file: text.replace("args.run_dir", "''") for file, text in SOURCES.items()}
