@@ -124,8 +124,8 @@ def kto_loss(log_ratio: Tensor, kl: Tensor, label: Tensor, args: Args) -> Tensor
 
 def score(run: Training, model: Policy | Reference, parts: list[Minibatch], num_rows: int,
           phase: str) -> list[Tensor] | None:
-    """log p of every sequence's answer, float64 [num_rows] of each part, on every rank. None: a signal asked to stop during a
-    validation; elsewhere the run ends in this function."""
+    """log p of every sequence's answer, float64 [num_rows] of each part, on every rank. None: a signal asked to stop
+    during a validation; elsewhere the run ends in this function."""
     with run.phase(phase, parts) as microbatches:
         for microbatch in microbatches:
             if phase == "testing" and all_max([run.watchdog.signal]).item():
@@ -180,7 +180,7 @@ def main(args: Args) -> None:
             config=args.data, parser=RowParser(columns, parse),
         ), args.rows_per_step)
         run.max_sequence_length = min(args.data.max_length, 2 * int(run.train_set.lengths.max()))
-        max_tokens = run.plan_memory(args.max_tokens_per_gpu, args.model)
+        run.plan_memory(args.max_tokens_per_gpu, args.model)
         policy, optimizer = run.load_policy("policy", args.model, args.optim)
         reference = run.load_frozen("reference", args.model)
         num_epochs = run.total_steps * args.rows_per_step / len(run.train_set)

@@ -223,8 +223,8 @@ def test_a_curriculum(start, tmp_path, fork):
 def test_weights_that_are_none_are_refused(start):
     flags = [*STOPS, *UNSAVED]
     said = said_by(start("rates_without_a_score", *flags, check=False))
-    assert said == ("error: sampler.weights of row 0 is nan, must be 0 or more and finite: run.success_rates is NaN for "
-                    "rows without a score yet, nan_to_num(0.5) gives them one")
+    assert said == ("error: sampler.weights of row 0 is nan, must be 0 or more and finite: run.success_rates is NaN "
+                    "for rows without a score yet, nan_to_num(0.5) gives them one")
     said = said_by(start("rates_of_a_rank", *flags, ranks=2, check=False))
     assert "run.sample: the rows differ between ranks" in said
 
@@ -286,8 +286,8 @@ def test_echo_in_the_first_mask_is_refused(start):
 
 
 def test_a_length_penalty_by_difficulty(start):
-    """A token costs 0.01 times the share of the group that is correct, and at least one of four. With the tokens of this
-    rank's responses alone, on two ranks, the run ends."""
+    """A token costs 0.01 times the share of the group that is correct, and at least one of four. With the tokens of
+    this rank's responses alone, on two ranks, the run ends."""
     flags = [*STOPS, *UNSAVED, "--total-steps", "1"]
     run = start("length_by_difficulty", *flags, ranks=2)
     shares = set()

@@ -1,4 +1,4 @@
-"""--eval-by sampling: sft.py and dpo.py validate with responses that the policy samples and a reward function scores."""
+"""--eval-by sampling: sft.py and dpo.py validate with responses of the policy that a reward function scores."""
 
 import json
 import re
@@ -100,8 +100,8 @@ def test_a_killed_run_continues_exactly(commands, runs, tmp_path):
      "--rollout.max-response-length 1000000 leaves no token of the model's context"),
 ])
 def test_flags_that_cannot_act_are_refused(flags, words, commands, small_train):
-    done = launch(*[f"{commands['sft_without'][0]}.py", *commands["sft_without"][1:]], "--val-data", small_train, *flags,
-                  warm=True, check=False)
+    script, *given = commands["sft_without"]
+    done = launch(f"{script}.py", *given, "--val-data", small_train, *flags, warm=True, check=False)
     assert done.returncode == 2 and words in done.stderr, done.stderr
 
 
