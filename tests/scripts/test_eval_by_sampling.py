@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from tests.conftest import FAST_DTYPE, STOPS, launch, launch_all
+from tests.conftest import STOPS, launch, launch_all
 from tests.scripts.test_supervised import PAIRS, check_exact_resume, metrics_of, weights_of, write
 from tools import try_script
 
@@ -117,13 +117,3 @@ def test_rows_of_conversations_are_no_prompts(commands):
     train = flags[flags.index("--train-data") + 1]
     done = launch(f"{script}.py", *flags, "--val-data", train, *SAMPLING, warm=True, check=False)
     assert done.returncode == 2 and json.dumps("data_source")[1:-1] in done.stderr, done.stderr
-
-
-@pytest.mark.engine
-@pytest.mark.sweep
-def test_vllm_sleeps_between_the_validations(commands, tmp_path):
-    """An engine with weights and a cache of its own, which takes the new weights for each validation."""
-    script, *flags = commands["sft"]
-    flags = [*flags, "--rollout.engine", "vllm", "--rollout.kv-cache-gb", "0.1", *FAST_DTYPE]
-    launch(f"{script}.py", *flags, "--run-dir", tmp_path / "run", warm="vllm")
-    assert len(results_of(tmp_path / "run")) == 3
