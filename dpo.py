@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-from common.flags import TrainArgs, rules
+from common.flags import SupervisedArgs, rules
 from common.flags.data import ConversationConfig
 from common.flags.model import OptimConfig
 from tools.command_line import check_command, run_script
@@ -33,7 +33,7 @@ class PairConfig(ConversationConfig):
 
 
 @dataclass
-class Args(TrainArgs):
+class Args(SupervisedArgs):
     run_dir: str = "runs/dpo"
     """Folder for metrics, checkpoints and the trained model."""
 
@@ -85,6 +85,7 @@ from common.dataset.conversations import (
 )
 from common.dataset.pairs import parse_pair
 from common.engine.make import stop_tokens
+from common.evaluation.sampled import SampledValidation, load_val_prompts
 from common.metrics import preference_metrics
 from common.model.lora import Reference
 from common.model.policy import Policy
@@ -141,15 +142,26 @@ def score_rows(args: Args, run: Training, model: Policy | Reference, data: Conve
     return logp
 
 
-def validate(args: Args, run: Training, policy: Policy, rows: list[int], ref_logp: Tensor) -> dict[str, float] | None:
-    """Loss, accuracy and rewards on these rows of the validation pairs. None after a stop signal."""
-    logp = score_rows(args, run, policy, run.val_set, rows, "testing")
-    if logp is None:
-        return None
-    log_ratio = (logp - ref_logp)[run.val_set.sequences(rows)]                                  # [2 P]
-    loss = LOSSES[args.loss](log_ratio, args.beta, args.label_smoothing).mean()
-    metrics = preference_metrics(log_ratio, args.beta)
-    return {"val/loss": loss.item()} | {f"val-core/{name}": value for name, value in metrics.items()}
+class PairValidation:
+    """Loss, accuracy and rewards on the validation pairs, whose reference log-probs are those of the start."""
+
+    def __init__(self, args: Args, run: Training, reference: Policy | Reference):
+        self.args = args
+        self.run = run
+        self.rows = spread_rows(len(run.val_set), args.eval_prompts)
+        self.ref_logp = score_rows(args, run, reference, run.val_set, self.rows, "ref")         # [2 N]
+
+    def __call__(self, policy: Policy, step: int) -> dict[str, float] | None:
+        """None after a stop signal. `step`: unused, the loss has no random numbers."""
+        args = self.args
+        data = self.run.val_set
+        logp = score_rows(args, self.run, policy, data, self.rows, "testing")
+        if logp is None:
+            return None
+        log_ratio = (logp - self.ref_logp)[data.sequences(self.rows)]                           # [2 P]
+        loss = LOSSES[args.loss](log_ratio, args.beta, args.label_smoothing).mean()
+        metrics = preference_metrics(log_ratio, args.beta)
+        return {"val/loss": loss.item()} | {f"val-core/{name}": value for name, value in metrics.items()}
 
 
 @errors.record  # torchrun prints a failed rank's traceback last
@@ -163,9 +175,12 @@ def main(args: Args) -> None:
         run.load_data(partial(
             load_conversations, tokenizer=run.tokenizer, stops=stop_tokens(args.model, run.tokenizer),
             config=args.data, parser=RowParser(columns, parse, per_row=2),
-        ), args.rows_per_step)
+        ), args.rows_per_step, load_val_prompts(args, args.data, run))
         run.max_sequence_length = int(run.train_set.lengths.max())
         max_tokens = run.plan_memory(args.max_tokens_per_gpu)
+        validation: SampledValidation | PairValidation | None = None
+        if args.eval_by == "sampling":
+            validation = SampledValidation(args, args.data, run)
         policy, optimizer = run.load_policy("policy", args.model, args.optim)
         num_epochs = run.total_steps * args.rows_per_step / len(run.train_set)
         run.describe(
@@ -179,11 +194,10 @@ def main(args: Args) -> None:
         num_drawn = num_before + args.rows_per_step * (run.total_steps - run.first_step)
         drawn = PromptSampler(len(run.train_set), "", args.seed).take(num_drawn)
         ref_logp = score_rows(args, run, reference, run.train_set, sorted(set(drawn)), "ref")   # [2 N]
-        if run.val_set is not None:
-            val_rows = spread_rows(len(run.val_set), args.eval_prompts)
-            val_ref_logp = score_rows(args, run, reference, run.val_set, val_rows, "ref")
-            if not run.is_validated:
-                run.log_validation(validate(args, run, policy, val_rows, val_ref_logp))
+        if run.val_set is not None and validation is None:
+            validation = PairValidation(args, run, reference)
+        if validation is not None and not run.is_validated:
+            run.log_validation(validation(policy, run.first_step))
         del reference
         run.models.pop("reference", None)                               # its log-probs are enough: free its memory
         for step in run.steps():
@@ -212,7 +226,7 @@ def main(args: Args) -> None:
 
             # 6 log, validate, save
             metrics = {"train/loss": pair_loss.item()} | preference_metrics(log_ratio, args.beta)
-            results = validate(args, run, policy, val_rows, val_ref_logp) if run.is_validation_due(step) else {}
+            results = validation(policy, step + 1) if run.is_validation_due(step) else {}
             run.end_step(step, [minibatch], run.train_set.lengths[numbers], metrics, results)
 
 

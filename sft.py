@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from common.flags import TrainArgs, rules
+from common.flags import SupervisedArgs, rules
 from common.flags.data import ConversationConfig
 from common.flags.model import OptimConfig
 from tools.command_line import check_command, run_script
@@ -30,7 +30,7 @@ class SFTConfig(ConversationConfig):
 
 
 @dataclass
-class Args(TrainArgs):
+class Args(SupervisedArgs):
     run_dir: str = "runs/sft"
     """Folder for metrics, checkpoints and the trained model."""
 
@@ -60,6 +60,7 @@ from common.dataset.conversations import (
 )
 from common.dataset.messages import check_turns, parse_messages
 from common.engine.make import stop_tokens
+from common.evaluation.sampled import SampledValidation, load_val_prompts
 from common.metrics import Meter
 from common.model.policy import Policy
 from common.parallel.ranks import all_max
@@ -88,9 +89,9 @@ def parse(row: dict[str, Any], tokenizer: Any, template: dict[str, Any] | None) 
     return [pieces_of([*prompt, *answer], len(prompt), tokenizer, template)]
 
 
-def validate(args: Args, run: Training, policy: Policy) -> dict[str, float] | None:
+def validate(args: Args, run: Training, policy: Policy, step: int) -> dict[str, float] | None:
     """The mean loss of the validation tokens, and exp(-loss), their mean probability, which is better the higher it is.
-    None after a stop signal."""
+    None after a stop signal. `step`: unused, the loss has no random numbers."""
     meter = Meter()
     rows = spread_rows(len(run.val_set), args.eval_prompts)
     minibatch = run.val_set.minibatch(rows, run.hf_config, run.world, run.max_tokens)
@@ -115,15 +116,16 @@ def main(args: Args) -> None:
         run.load_data(partial(
             load_conversations, tokenizer=run.tokenizer, stops=stop_tokens(args.model, run.tokenizer),
             config=args.data, parser=RowParser(columns, parse),
-        ), args.rows_per_step)
+        ), args.rows_per_step, load_val_prompts(args, args.data, run))
         run.max_sequence_length = int(run.train_set.lengths.max())
         max_tokens = run.plan_memory(args.max_tokens_per_gpu)
+        validation = partial(validate, args, run) if args.eval_by == "loss" else SampledValidation(args, args.data, run)
         policy, optimizer = run.load_policy("policy", args.model, args.optim)
         num_epochs = run.total_steps * args.rows_per_step / len(run.train_set)
         run.describe(f"sft, {num_epochs:.2f} epochs", args.rows_per_step, 1, 1, 1)
         run.resume()
         if run.val_set is not None and not run.is_validated:
-            run.log_validation(validate(args, run, policy))
+            run.log_validation(validation(policy, run.first_step))
         for step in run.steps():
             # 1 data
             rows = run.next_rows(args.rows_per_step)
@@ -141,7 +143,7 @@ def main(args: Args) -> None:
                 update.optimizer_step(policy, optimizer, args.optim, step)
 
             # 6 log, validate, save
-            results = validate(args, run, policy) if run.is_validation_due(step) else {}
+            results = validation(policy, step + 1) if run.is_validation_due(step) else {}
             lengths = run.train_set.lengths[run.train_set.sequences(rows)]
             run.end_step(step, [minibatch], lengths, {}, results)
 

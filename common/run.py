@@ -14,12 +14,14 @@ from typing import Annotated, Self
 import torch
 from torch import Tensor
 
+from common.curriculum.rates import from_text, pool_metrics, pool_weights, to_text, update_rates
 from common.dataset.store import load_prompts
 from common.dataset.videos import check_engine
 from common.engine.base import Engine, EngineSetup, validation_sampling
 from common.engine.make import check_rollout, make_engine, stop_tokens
 from common.flags.correction import CorrectionConfig
 from common.flags.rollout import RolloutConfig
+from common.flags.rules import check_pool
 from common.flags.run import RunArgs
 from common.memory.offload import Offload
 from common.memory.plan import keys_per_token
@@ -44,6 +46,7 @@ class Run(Training):
     scoring: Annotated[Scoring, BEGIN]
     recorder: Annotated[Recorder, BEGIN]
     engine: Annotated[Engine, START]
+    success_rates: Annotated[Tensor, BEGIN]  # [N] of each row the mean of its recent scores; NaN: it has none yet
 
     def __init__(self, args: RunArgs, prompts_per_step: int, correction: CorrectionConfig):
         """`correction`: from `resolve_correction`."""
@@ -61,6 +64,8 @@ class Run(Training):
                                                  self.correction.covers_cut_sampling, args.policy.router_replay)
         all_columns = bool(args.rollout.episode)
         self.load_data(lambda files: load_prompts(files, self.tokenizer, args.data, all_columns), self.prompts_per_step)
+        check_pool(args.data)
+        self.success_rates = torch.full((len(self.train_set),), torch.nan)
         check_engine(args.rollout.engine, self.train_set, self.val_set)
         sources = {*self.train_set.loaded.data_sources, *(self.val_set.loaded.data_sources if self.val_set else ())}
         self.scoring = Scoring(
@@ -116,9 +121,20 @@ class Run(Training):
                 lambda *_: self.engine.awake and self.engine.sleep())  # type: ignore[arg-type]
         self.engine.offload = Offload(self.args.offload, list(self.models.values()), list(self.optimizers.values()))
         super()._resume()
+        if "success_rates" in self.script_state:
+            self.success_rates.copy_(torch.from_numpy(from_text(self.script_state["success_rates"])))
+        if "weights" in self.script_state:
+            self.sampler.weights = from_text(self.script_state["weights"])
         if self.val_set is not None and not self.is_validated:
             self.watchdog.phase("validation")
             self.log_validation(self._validate(self.first_step))
+
+    def next_rows(self, count: int) -> list[int]:
+        """As Training's. With --data.pool learning, or the `weights` that a script gave the sampler, some rows of an
+        epoch are passed over."""
+        if self.args.data.pool == "learning":
+            self.sampler.weights = pool_weights(self.success_rates, self.args.data)
+        return super().next_rows(count)
 
     def sample(
         self, rows: Sequence[int], num_samples: int, sampling: RolloutConfig, *seed: int | str
@@ -167,6 +183,7 @@ class Run(Training):
             raise ValueError("run.sample: the rows differ between ranks: take them from run.next_rows, or draw them "
                              "with the same seed on all ranks, np.random.default_rng(seed_of(args.seed, step, NAME))")
         self.num_sampled_tokens += float(rollout.response_lengths.sum())
+        update_rates(self.success_rates, rollout)
         return rollout
 
     def to_minibatches(self, rollout: Rollout, in_loss: Tensor, num_minibatches: int, max_tokens: int, step: int,
@@ -209,7 +226,19 @@ class Run(Training):
         gen_s = self.timer.seconds["gen"]
         metrics = rollout_metrics(sampled or rollout, self.num_sampled_tokens, gen_s, *limits) | metrics
         self.num_sampled_tokens = 0.0
+        self._keep_curriculum()
         self.end_step(step, minibatches, rollout.lengths, metrics, results)
+
+    def _keep_curriculum(self) -> None:
+        """Write into the checkpoint how well each row is solved, and into the metrics what follows from it."""
+        self.script_state["success_rates"] = to_text(self.success_rates)
+        self.script_state.pop("weights", None)
+        if self.sampler.weights is None:
+            return
+        if self.args.data.pool == "all":                # the script's own
+            self.script_state["weights"] = to_text(self.sampler.weights)
+        self.metrics |= pool_metrics(self.success_rates, self.args.data, self.sampler.num_passed_over)
+        self.sampler.num_passed_over = 0
 
     def _validate(self, step: int) -> dict[str, float] | None:
         """Validation results after `step`; None after a stop signal. The engine sleeps before and after."""

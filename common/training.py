@@ -125,8 +125,10 @@ class Training(Models):
         self.tokenizer = read_tokenizer(args.model, args.policy)
         return self
 
-    def load_data(self, load: Callable[[Sequence[str]], Any], rows_per_step: int) -> None:
-        """Read the training and validation files, each with `load(files)`, and say what is in them."""
+    def load_data(self, load: Callable[[Sequence[str]], Any], rows_per_step: int,
+                  load_val: Callable[[Sequence[str]], Any] | None = None) -> None:
+        """Read the training and validation files, each with `load(files)`, and say what is in them. `load_val`: what
+        reads the validation files instead, whose images no model of the run sees."""
         args = self.args
         self.rows_per_step = rows_per_step
         check_at_least(0, {"--total-epochs": args.total_epochs})
@@ -138,8 +140,9 @@ class Training(Models):
         self.val_set = None
         sets = [self.train_set]
         if args.val_data:
-            self.val_set = load(args.val_data)
-            sets.append(self.val_set)
+            self.val_set = (load_val or load)(args.val_data)
+            if load_val is None:
+                sets.append(self.val_set)
         self.images = self.train_set.images_of_all(sets)
         self.sampler = PromptSampler(len(self.train_set), self.train_set.loaded.data_hash, args.seed)
         for name, rows in {"train": self.train_set, "val": self.val_set}.items():

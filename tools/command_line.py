@@ -76,6 +76,8 @@ def in_one_line(framed: str, nested: Sequence[str] = ()) -> str:
         meant = [flag for flag in nested if flag.rpartition(".")[2] == name] or meant[:1]
         if re.match(r"--[a-z]+_\w+", word):
             mistake += "; a command of TRL's is translated by `python -m tools.from_trl`"
+    if "'kto'" in mistake:
+        mistake += "; KTO, whose rows are no pairs, is a script of its own, kto.py"
     return f"{mistake}; did you mean {' or '.join(meant)}?" if meant else mistake
 
 

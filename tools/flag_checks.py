@@ -9,8 +9,8 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from common.flags.data import find_files
-from common.flags.rules import check_sampling, num_shards
+from common.flags.data import DataConfig, find_files
+from common.flags.rules import check_pool, check_sampling, num_shards
 from common.flags.secrets import flags_of
 from common.source.folder import check_folder
 from rewards.runtime.pool import check_reward
@@ -51,6 +51,8 @@ def check_rollouts(args: Any) -> None:
     given = vars(args)
     if "rollout" in given:
         check_sampling(given["rollout"])
+    if isinstance(given.get("data"), DataConfig):
+        check_pool(given["data"])
     if "reward" in given:
         check_reward(given["reward"])
 

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from common.batch import Batch
@@ -33,9 +34,10 @@ from envs.runtime.template import check_tokens, encode_plain, end_of, special_to
 Piece = tuple[str, bool]
 """Text, and whether it is an answer that is trained on."""
 SCHEMA = pa.schema({"tokens": pa.list_(pa.int32()), "mask": pa.list_(pa.bool_()), "margin": pa.float64(),
-                    "images": pa.list_(pa.binary()), "images_before": pa.int8()})
-"""Of a sequence. `margin`: of its row, where the row has one (rm.py). `images`: its files, if the sequence before it in
-its row has others. `images_before`: how many sequences before it those are that hold its files; null: there are none.
+                    "images": pa.list_(pa.binary()), "images_before": pa.int8(), "label": pa.bool_()})
+"""Of a sequence. `margin`, `label`: of its row, where the row has one (rm.py, kto.py). `images`: its files, if the
+sequence before it in its row has others. `images_before`: how many sequences before it those are that hold its files;
+null: there are none.
 """
 
 
@@ -61,7 +63,8 @@ class ConversationSet:
         self.loaded = loaded
         self.per_row = per_row
         self.model = model
-        self.tokens, self.mask, self.margin, self.images, self.images_before = table.columns    # by number
+        # by number
+        self.tokens, self.mask, self.margin, self.images, self.images_before, self.labels = table.columns
         self.has_images = self.images.null_count < len(self.images)
         self.first = 0
         """The number of its first sequence among those of all sets of the run."""
@@ -73,6 +76,11 @@ class ConversationSet:
     @property
     def num_sequences(self) -> int:
         return len(self.lengths)
+
+    @property
+    def label(self) -> Tensor:
+        """bool [rows]: whether a row's answer is desired (kto.py)."""
+        return torch.from_numpy(self.labels.to_numpy().astype(bool)[:: self.per_row].copy())
 
     def sequences(self, rows: Sequence[int]) -> np.ndarray:
         """The numbers of the sequences of these rows: [len(rows) * per_row]."""
@@ -177,6 +185,8 @@ def load_conversations(files: Sequence[str], tokenizer, stops: list[int], config
         rows: list[dict[str, Any]] = []
         for n, (tokens, mask, images) in enumerate(encoded):
             rows.append({"tokens": tokens, "mask": mask, "margin": row.get("margin")})
+            if row.get("label") is not None:
+                rows[n]["label"] = bool(row["label"])
             if images and n and images == encoded[0].images:
                 rows[n]["images_before"] = n
             elif images:

@@ -3,6 +3,6 @@
 Nothing here imports torch, transformers or vLLM, so that a mistyped command can be refused before they are."""
 
 from common.flags.correction import resolve_correction
-from common.flags.run import RunArgs, TrainArgs
+from common.flags.run import RunArgs, SupervisedArgs, TrainArgs
 
-__all__ = ["RunArgs", "TrainArgs", "resolve_correction"]
+__all__ = ["RunArgs", "SupervisedArgs", "TrainArgs", "resolve_correction"]

@@ -41,6 +41,16 @@ class DataConfig(TemplateConfig):
     """Name that selects the reward of all rows, for files without a data_source column."""
     extra_info_column: str = "extra_info"
     """Column (may be absent) that the reward function gets, without keys whose value is null."""
+    pool: Literal["all", "learning"] = "all"
+    """Rows to sample. learning: those that are too easy or too hard now, by the mean of their recent scores, are mostly
+    passed over. An epoch counts all rows, also those that are passed over. Needs training."""
+    pool_hard: float = 0.05
+    """Rows with a mean of recent scores up to this are too hard. Needs --data.pool learning."""
+    pool_easy: float = 0.95
+    """Rows with a mean of recent scores from this on are too easy. Needs --data.pool learning."""
+    pool_rest: float = 0.1
+    """Share of an epoch's rows that are too easy or too hard and are sampled nevertheless, and so measured again. Needs
+    --data.pool learning."""
 
 
 @dataclass

@@ -4,7 +4,10 @@ torch is imported."""
 import os
 from typing import Any, Literal
 
-from common.flags.rollout import RolloutConfig
+from common.flags.data import DataConfig
+from common.flags.effect import with_defaults
+from common.flags.rollout import RolloutConfig, changed_flags
+from common.flags.secrets import flags_of
 
 Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 
@@ -79,6 +82,14 @@ def check_sampling(config: RolloutConfig) -> None:
                          f"not a text that is half written")
 
 
+def check_pool(config: DataConfig) -> None:
+    """Refuse pools of rows that cannot be meant."""
+    if config.pool_hard >= config.pool_easy:
+        raise ValueError(f"--data.pool-hard {config.pool_hard} must be below --data.pool-easy {config.pool_easy}")
+    if not 0 < config.pool_rest <= 1:
+        raise ValueError(f"--data.pool-rest {config.pool_rest} must be in (0, 1]: with 0 no row would ever come back")
+
+
 def check_clip(low: float, high: float, dual: float) -> None:
     """Refuse bounds of a clipped loss that cannot be meant."""
     if not 0 <= low <= 1:
@@ -105,14 +116,30 @@ def check_turns(config: RolloutConfig, per_turn: bool, per_role: bool = False) -
         raise ValueError("--advantage-per-step and --advantage-per-role exclude each other: a token has one advantage")
 
 
+def check_sampled_validation(args: Any, samples: bool) -> None:
+    """Refuse flags of sampling where nothing is sampled, and those of training on what was sampled."""
+    given = flags_of(args)
+    for flag, value in flags_of(with_defaults(args)).items():
+        is_of_sampling = flag.startswith(("--rollout.", "--reward.", "--eval-n", "--eval-temperature"))
+        if is_of_sampling and given[flag] != value and not samples:
+            raise ValueError(f"{flag} does nothing without --eval-by sampling: leave it out, or set that")
+    found = changed_flags(args.rollout, "temperature", "top_p", "top_k", "in_flight", "max_staleness", "drop")
+    if found:
+        raise ValueError(f"{' and '.join(found)} is of training on what was sampled: validation has "
+                         f"--eval-temperature, --rollout.val-top-p and --rollout.val-top-k")
+
+
 def check_supervised(args: Any) -> None:
     """Refuse flags of a script that does not sample and that cannot work with any model."""
     check_at_least(1, {"--rows-per-step": args.rows_per_step, "--total-steps": args.total_steps})
     check_at_least(0, {"--max-tokens-per-gpu": args.max_tokens_per_gpu})
+    samples = vars(args).get("eval_by") == "sampling"
+    if "eval_by" in vars(args):
+        check_sampled_validation(args, samples)
     defaults = type(args.log)()
     for name in ("rollouts_every", "rollouts_max"):
         value = vars(args.log)[name]
-        if value != vars(defaults)[name]:
+        if value != vars(defaults)[name] and not samples:
             raise ValueError(f"--log.{name.replace('_', '-')} {value}: there are no rollouts here")
     if args.policy.router_replay != "none":
         raise ValueError("--policy.router-replay: there are no log-probs of an old policy here, set it to none")

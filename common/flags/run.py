@@ -1,6 +1,7 @@
 """The flags that scripts share."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from common.flags.correction import CorrectionConfig
 from common.flags.data import DataConfig
@@ -44,22 +45,39 @@ class TrainArgs:
 
 
 @dataclass
-class RunArgs(TrainArgs):
-    """Flags that every script has which samples from its policy."""
+class SampledArgs(TrainArgs):
+    """Flags of sampling and its rewards."""
 
     eval_n: int = 4
     """Sampled responses per validation prompt (mean@N, best@N, maj@N), besides the greedy response; 0: greedy only.
     Above 0 needs --val-data."""
     eval_temperature: float = 1.0
     """Sampling temperature of these responses. 0: all are greedy. Needs --val-data and --eval-n."""
+
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+
+
+@dataclass
+class SupervisedArgs(SampledArgs):
+    """Flags of scripts that train on rows of data and may sample in validations."""
+
+    eval_by: Literal["loss", "sampling"] = "loss"
+    """What a validation is: the loss on rows of --val-data; or responses that the policy samples to its prompts and the
+    reward function scores: the files then have the columns of grpo.py (--eval-n, --rollout.*, --reward.*), and the
+    engine sleeps between validations. Needs --val-data."""
+
+
+@dataclass
+class RunArgs(SampledArgs):
+    """Flags that every script has which samples from its policy."""
+
     run_zero_advantage: bool = False
     """Run the responses with advantage 0 through the model, too. By default they are left out where no term of the
     loss has a gradient on them: they count in the denominators, so the gradient is the same, but not in actor/
     metrics."""
 
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)

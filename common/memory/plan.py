@@ -85,15 +85,16 @@ class MemoryPlan:
         self.teachers: list[Model] = []
         self.reserved_gb = RESERVED_GB
         self.offload = OffloadConfig()
-        if "rollout" not in vars(args):
+        given = vars(args)
+        if "rollout" not in given or given.get("eval_by") == "loss":
             return
-        self.offload = args.offload
+        self.offload = given.get("offload", self.offload)
         if frozen and isinstance(frozen, str):
             self._add_frozen(args, hf_config, ranks, frozen)
         elif frozen:
             for path in filter(None, frozen):
                 self.teachers.append(self._add_frozen(args, hf_config, ranks, path))
-        if args.reward_model.path:
+        if "reward_model" in given and args.reward_model.path:
             config = check_reward_model(args.reward_model, policy, longest)
             self.reward_model_gb = Model(config, policy, ranks, AutoModel).frozen_gb
         if not args.rollout.enforce_eager:

@@ -6,6 +6,7 @@ import statistics
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from common.engine.base import SamplingConfig
@@ -82,6 +83,28 @@ def test_a_step_is_as_large_as_without(carried):
         assert [r["index"] for r in step] == list(range(8))
         assert all(a["row"] == b["row"] for a, b in zip(step[::2], step[1::2]))
     assert set(Counter(r["row"] for r in carried).values()) == {2}
+
+
+def test_rows_in_flight_are_drawn_by_weight(awake):
+    """Those of the step and those begun early come from one order, from which none is lost and none comes twice, also
+    if a resumed run goes on after the second step."""
+    weights = np.arange(len(DATA)) % 3
+    expected = PromptSampler(len(DATA), "", 0)
+    expected.weights = weights
+    found = []
+    for restart in (False, True):
+        steps, rows = Steps(awake, in_flight=2.0), []
+        for step in range(4):
+            if restart and step == 2:
+                saved = steps.sampler.state_dict()
+                steps.sampler = PromptSampler(len(DATA), "", 0)
+                steps.sampler.load_state_dict(saved)
+            steps.sampler.weights = weights
+            rows += [sample.row for sample in steps(awake, step).samples[::2]]
+        found.append(rows)
+        left = [group["row"] for group in steps.state["in_flight"]]
+    assert found[0] == found[1] and left
+    assert sorted(found[0] + left) == sorted(expected.take(16 + len(left)))
 
 
 def test_new_responses_are_those_of_a_run_without(awake):

@@ -11,19 +11,25 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.checkpoint.faulty import server
 from tests.conftest import ROOT, STOPS, launch
 from tests.forks.patches import DOCUMENT, apply, careless, documented, num_added
 from tests.forks.rewards import TOKENS
+from tests.forks.self_play import self_play, with_forgotten_baselines
 from tests.forks.two_policies import two_policies
 from tools import try_script
 
 GRPO, DAPO = ((ROOT / name).read_text() for name in ("grpo.py", "dapo.py"))
 BY_LENGTH = f"{try_script.__file__}:compute_score_of_some"
 PROCESS, NEVER, WORDS = (f"{Path(__file__).parent}/rewards.py:{name}" for name in ("process", "never", "words"))
-ENTROPY, STEPS, CURRICULUM, AVERAGE, BEST = documented()
-LENGTH, CLIP, PROCESS_REWARD, REPLAY, SFT = "by_length", "wider_clip", "process", "replay", "second_loss"
+ENTROPY, STEPS, CURRICULUM, BEST = documented()
+LENGTH, CLIP, PROCESS_REWARD, REPLAY, SFT, AVERAGE = ("by_length", "wider_clip", "process", "replay", "second_loss",
+                                                      "average")
+THREE_TURNS = f"{ROOT}/tests/engine/episodes_of_tests.py:three_turns"
+MADE = {"two_policies": two_policies, "self_play": self_play, "forgotten_baselines": with_forgotten_baselines}
 UNSAVED = ["--save.hf", "never", "--save.resume", "none"]
 THREE_STEPS = [*STOPS, "--total-steps", "3", "--save.every", "1"]
 MOVED = [*STOPS, *UNSAVED, "--total-steps", "1", "--epochs-per-step", "3", "--optim.lr", "1e-2"]
@@ -36,7 +42,10 @@ def start(tiny_llama, small_train, tmp_path_factory):
 
     def start(fork: str, *more: str, ranks: int = 1, check: bool = True, base: str = GRPO):
         folder = tmp_path_factory.mktemp("fork")
-        source = two_policies(GRPO) if fork == "two_policies" else apply(forks[fork], base)[0] if fork else base
+        if fork in MADE:
+            source = MADE[fork](GRPO)
+        else:
+            source = apply(forks[fork], base)[0] if fork else base
         (folder / "mine.py").write_text(source)
         flags = ["--model", tiny_llama, "--train-data", small_train, "--prompts-per-step", "4", "--samples-per-prompt",
                  "4", "--total-steps", "2", "--rollout.engine", "hf", "--policy.compute-dtype", "float32",
@@ -96,7 +105,7 @@ def test_a_diff_that_does_not_fit_is_refused():
 
 def test_the_lines_are_counted():
     """The document says how many lines each fork has: beside a flag's two and changed imports, what is added."""
-    numbers = {"Two": 2, "Three": 3, "Eight": 8, "Ten": 10, "Nineteen": 19}
+    numbers = {"Two": 2, "Three": 3, "Nineteen": 19}
     texts = re.findall(r"^## .*?\n(\w+) lines?(.*?)\n```", DOCUMENT.read_text(), re.S | re.M)
     assert len(texts) == len(documented())
     for (number, text), diff in zip(texts, documented().values()):
@@ -196,14 +205,102 @@ def test_scores_of_reasoning_steps(start):
     assert metrics_of(run)[0]["actor/grad_norm"] == pytest.approx(metrics_of(on_two)[0]["actor/grad_norm"], rel=1e-3)
 
 
-def test_a_curriculum(start, tmp_path):
-    """Its rows are of the sampler's order, the success of each is in the checkpoints, and a killed run goes on."""
-    run = start(CURRICULUM, *THREE_STEPS)
-    last = max((run / "checkpoints").glob("step_*"))
-    rates = json.loads((last / "manifest.json").read_text())["manifest"]["state"]["script"]["rates"]
-    assert len(rates) > 4 and all(0 <= rate <= 1 for rate in rates.values())
-    assert metrics_of(run)[0]["training/epoch"] == 0 and metrics_of(run)[2]["training/epoch"] == 1     # 48 of 32 rows
+@pytest.mark.parametrize("fork", [CURRICULUM, "weights_after_the_step"])
+def test_a_curriculum(start, tmp_path, fork):
+    """Rows are passed over, those of the metrics' pools have the scores of the rollouts, and a killed run goes on, also
+    where the weights are set at the end of a step, for the next one."""
+    run = start(fork, *THREE_STEPS)
+    rows = [row for step in (1, 2, 3) for row in rows_of(run, step)]
+    means = {row["prompt"]: [r["score"] for r in rows if r["prompt"] == row["prompt"]] for row in rows}
+    assert len(means) == 12                                             # an epoch has 32 rows: none comes twice
+    last = metrics_of(run)[-1]
+    assert last["curriculum/too_easy_frac"] == sum(np.mean(scores) >= 0.95 for scores in means.values()) / 32
+    assert last["curriculum/too_hard_frac"] == sum(np.mean(scores) <= 0.05 for scores in means.values()) / 32
+    assert last["curriculum/unseen_frac"] == 20 / 32
     survives_a_kill(run, tmp_path)
+
+
+def test_weights_that_are_none_are_refused(start):
+    flags = [*STOPS, *UNSAVED]
+    said = said_by(start("rates_without_a_score", *flags, check=False))
+    assert said == ("error: sampler.weights of row 0 is nan, must be 0 or more and finite: run.success_rates is NaN "
+                    "for rows without a score yet, nan_to_num(0.5) gives them one")
+    said = said_by(start("rates_of_a_rank", *flags, ranks=2, check=False))
+    assert "run.sample: the rows differ between ranks" in said
+
+
+def test_maxrl(start):
+    """(r - mean) / mean of each group, 0 where no response is correct; a killed run would have nothing to know. Without
+    a bound of the mean such groups are 0 / 0, and their responses count as without a reward: it is right, too."""
+    flags = [*STOPS, *UNSAVED, "--total-steps", "1"]
+    run = start("maxrl", *flags, ranks=2)
+    rows, seen = rows_of(run), set()
+    for _, group in groupby(rows, key=lambda row: row["group"]):
+        scores = [row["score"] for row in group]
+        seen.add(np.mean(scores))
+    for _, group in groupby(rows, key=lambda row: row["group"]):
+        group = [*group]
+        mean = np.mean([row["score"] for row in group])
+        expected = [(row["score"] - mean) / mean if mean else 0.0 for row in group]
+        assert [row["advantage"] or 0.0 for row in group] == pytest.approx(expected, abs=1e-4)   # None: it did not run
+    assert min(seen) == 0 < max(seen) and len(seen) > 2
+    said = said_by(start("maxrl_without_a_bound", *flags, check=False))
+    assert re.fullmatch(r"error: its advantage is nan for response \d+ at its token \d+: .*", said)
+
+
+def test_echo(start, tiny_llama):
+    """The tokens that the user wrote between two replies are predicted, and nothing before the first one: the loss is
+    that of Hugging Face's model in float64, on two ranks, and in micro-batches of one sequence. With a mean over each
+    micro-batch it is not."""
+    flags = [*STOPS, *UNSAVED, "--total-steps", "1", "--rollout.episode", THREE_TURNS, "--rollout.max-response-length",
+             "60", "--echo-coef", "0.5"]
+    run = start("echo", *flags, ranks=2)
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float64)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+    total = count = 0
+    for row in rows_of(run):
+        prompt = tokenizer(row["prompt"], add_special_tokens=False)["input_ids"]
+        tokens = torch.tensor([prompt + row["tokens"]])
+        logp = model(tokens).logits[0].log_softmax(-1)[:-1].gather(1, tokens[0, 1:, None])[len(prompt) - 1 :, 0]
+        is_other = ~torch.tensor(row["mask"])
+        total -= logp[is_other].sum().item()
+        count += int(is_other.sum())
+    first = metrics_of(run)[0]
+    assert count > 100 and first["actor/echo_loss"] == pytest.approx(total / count, rel=1e-5)
+    alone = metrics_of(start("echo", *flags, "--max-tokens-per-gpu", "1"))[0]
+    without = metrics_of(start("echo", *flags, "--echo-coef", "0"))[0]
+    assert alone["actor/grad_norm"] == pytest.approx(first["actor/grad_norm"], rel=1e-4)
+    assert without["actor/grad_norm"] != pytest.approx(first["actor/grad_norm"], rel=1e-2)
+    careless = [metrics_of(start("echo_of_a_microbatch", *flags, *more))[0]["actor/grad_norm"]
+                for more in ([], ["--max-tokens-per-gpu", "1"])]
+    assert careless[0] != pytest.approx(careless[1], rel=1e-3)          # make test finds it
+
+
+def test_echo_in_the_first_mask_is_refused(start):
+    """One mask for the sampled tokens and the others: what was not sampled has no log-prob to weigh."""
+    flags = [*STOPS, *UNSAVED, "--total-steps", "1", "--rollout.episode", THREE_TURNS, "--rollout.max-response-length",
+             "60"]
+    said = said_by(start("echo_in_the_mask", *flags, check=False))
+    assert said == ("error: token_weights: a mask is True on a token that the policy did not sample, whose log-prob is "
+                    "0: combine it with microbatch.mask")
+
+
+def test_a_length_penalty_by_difficulty(start):
+    """A token costs 0.01 times the share of the group that is correct, and at least one of four. With the tokens of
+    this rank's responses alone, on two ranks, the run ends."""
+    flags = [*STOPS, *UNSAVED, "--total-steps", "1"]
+    run = start("length_by_difficulty", *flags, ranks=2)
+    shares = set()
+    for _, group in groupby(rows_of(run), key=lambda row: row["group"]):
+        group = [*group]
+        share = max(np.mean([row["score"] for row in group]), 0.25)
+        shares.add(share)
+        expected = [row["score"] - 0.01 * share * row["response_length"] for row in group]
+        assert [row["reward"] for row in group] == pytest.approx(expected, abs=1e-6)
+    assert len(shares) > 2
+    done = start("length_of_a_rank", *flags, ranks=2, check=False)
+    assert done.returncode and "must match the size" in done.stderr, done.stderr
+    assert "step 1" not in done.stdout
 
 
 def test_replaying_the_best_responses(start, tmp_path):
@@ -229,8 +326,8 @@ def test_a_replay_buffer_survives_a_kill(replayed, tmp_path):
     survives_a_kill(replayed, tmp_path)
 
 
-def survives_a_kill(whole: Path, tmp_path: Path) -> None:
-    """kill -9 as the second of three steps is logged, then the same command again: metrics byte for byte."""
+def survives_a_kill(whole: Path, tmp_path: Path, step: int = 2) -> None:
+    """kill -9 as this one of three steps is logged, then the same command again: metrics byte for byte."""
     flags = json.loads((whole / "config.json").read_text())
     command = [whole.parent / "mine.py", "--model", flags["model"], "--train-data", *flags["train_data"],
                "--prompts-per-step", "4", "--samples-per-prompt", "4", "--total-steps", "3", "--rollout.engine", "hf",
@@ -238,8 +335,8 @@ def survives_a_kill(whole: Path, tmp_path: Path) -> None:
                str(TOKENS), "--optim.lr", "1e-3", "--reward.function", BY_LENGTH, "--reward.num-workers", "1",
                "--log.rollouts-every", "1", *STOPS, "--save.every", "1", "--run-dir", tmp_path / "run"]
     log = tmp_path / "log"
-    assert server()(log, "log:2:0:kill", *command) == -signal.SIGKILL, log.read_text()
-    assert "resumed after step 1" in launch(*command, warm=True).stdout
+    assert server()(log, f"log:{step}:0:kill", *command) == -signal.SIGKILL, log.read_text()
+    assert f"resumed after step {step - 1}" in launch(*command, warm=True).stdout
     for ours, theirs in zip(metrics_of(tmp_path / "run"), metrics_of(whole), strict=True):
         compared = {name for name in theirs if not re.match(r"timing|perf|sync|sleep|rollout/tokens_per_s", name)}
         assert {name: ours[name] for name in compared} == {name: theirs[name] for name in compared}
@@ -254,6 +351,31 @@ def test_two_policies(start, tmp_path):
     entropies = [(numbers["actor/entropy"], numbers["rival/entropy"]) for numbers in metrics_of(run)]
     assert abs(entropies[2][0] - entropies[2][1]) > 1e-3 and metrics_of(run)[2]["rival/grad_norm"] > 0
     survives_a_kill(run, tmp_path)
+
+
+def test_self_play_with_a_baseline_of_each_role(start, tmp_path):
+    """The rival's advantages are those of its rewards less a moving mean, which a killed run goes on with. Where the
+    checkpoints lack the baselines, it does not: `make test` finds it."""
+    run = start("self_play", *THREE_STEPS)
+    baselines, seen = {"actor": 0.0, "rival": 0.0}, set()
+    for step, numbers in enumerate(metrics_of(run), 1):
+        rewards = [row["reward"] for row in rows_of(run, step)]                             # the rival's
+        assert {*rewards} <= {-1.0, 0.0, 1.0}
+        for name, sign in (("actor", -1), ("rival", 1)):                                    # a game of zero sum
+            baselines[name] = 0.95 * baselines[name] + 0.05 * sign * np.mean(rewards)
+            assert numbers[f"{name}/baseline"] == pytest.approx(baselines[name], abs=1e-9)
+        for row in rows_of(run, step):
+            if row["advantage"] is not None:
+                assert row["advantage"] == pytest.approx(row["reward"] - baselines["rival"], abs=1e-6)
+        assert numbers["rival/grad_norm"] > 0 < numbers["actor/grad_norm"]
+        seen |= {*rewards}
+    assert len(seen) == 3 and abs(baselines["rival"]) > 1e-3
+    survives_a_kill(run, tmp_path, step=3)
+
+
+def test_forgotten_baselines_are_found(start, tmp_path):
+    with pytest.raises(AssertionError, match="baseline"):
+        survives_a_kill(start("forgotten_baselines", *THREE_STEPS), tmp_path, step=3)
 
 
 def test_a_teacher_that_averages_the_policy(start, tmp_path):

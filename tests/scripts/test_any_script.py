@@ -28,10 +28,11 @@ PASSES = ["--epochs-per-step", "2"] if "epochs_per_step" in (ROOT / SCRIPT).read
 
 @pytest.fixture(scope="module")
 def flags(tiny_llama, small_train, tmp_path_factory) -> list[str]:
-    if IS_SUPERVISED:                                                   # rows for sft.py, dpo.py and rm.py
+    if IS_SUPERVISED:                                                   # rows for sft.py, dpo.py, kto.py and rm.py
         data = tmp_path_factory.mktemp("rows") / "rows.jsonl"
         data.write_text("".join(json.dumps(
-            {"prompt": f"Count to {n}", "response": "so " * n, "chosen": "so " * n, "rejected": "no " * (n % 3 + 1)}
+            {"prompt": f"Count to {n}", "response": "so " * n, "chosen": "so " * n, "rejected": "no " * (n % 3 + 1),
+             "completion": "so " * n, "label": n % 2 == 0}
         ) + "\n" for n in range(2, 14)))
         return ["--model", tiny_llama, "--train-data", str(data), "--rows-per-step", "5", "--total-steps", "2",
                 "--policy.compute-dtype", "float32", "--data.max-length", "128", "--optim.lr", "1e-3",

@@ -81,7 +81,7 @@ def test_a_mistyped_command_gets_one_line_before_torch_is_imported(what, said):
 GOOD = {
     "grpo.py": [], "ppo.py": [], "dapo.py": [], "rloo.py": [], "online_dpo.py": [],
     "grpo_variants.py": ["--loss", "gspo", "--teacher", "MODEL", "--kl-loss-coef", "1"],
-    "distill.py": ["--teacher", "MODEL"], "sft.py": [], "dpo.py": [], "rm.py": [], "evaluate.py": [],
+    "distill.py": ["--teacher", "MODEL"], "sft.py": [], "dpo.py": [], "kto.py": [], "rm.py": [], "evaluate.py": [],
     "async_grpo.py": ["--samplers", "1"],
 }
 

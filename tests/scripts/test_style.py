@@ -24,7 +24,7 @@ from common.flags.effect import check_effect
 from tests.conftest import ROOT, launch
 
 NAMES = ("grpo", "ppo", "dapo", "rloo", "grpo_variants", "online_dpo", "async_grpo")  # they sample from the policy
-SUPERVISED = ("sft", "dpo", "rm")                                       # they have neither engine nor rewards
+SUPERVISED = ("sft", "dpo", "kto", "rm")                                # they have neither engine nor rewards
 EVALUATE = "evaluate.py"                                                # it does not train
 DISTILL = "distill.py"                                                  # it samples, and has no ratio in its loss
 SCRIPTS = {f"{name}.py": (ROOT / f"{name}.py").read_text() for name in NAMES if (ROOT / f"{name}.py").is_file()}
@@ -41,7 +41,7 @@ PHASES = ["1 rollout", "2 rewards", "3 mini-batches", "4 log-probs", "5 update",
 # file that reaches its ceiling is two subjects, and is split or simplified.
 SCRIPT_CEILINGS = {"grpo.py": 125, "dapo.py": 185, "rloo.py": 185, "ppo.py": 185, "grpo_variants.py": 230,
                    "online_dpo.py": 155, "async_grpo.py": 200, "dpo.py": 160, "sft.py": 145,
-                   "rm.py": 140, EVALUATE: 130, DISTILL: 185}
+                   "rm.py": 140, "kto.py": 160, EVALUATE: 130, DISTILL: 185}
 FILE_CEILING = 260                                                      # any file of common, rewards, envs, variants
 READ_CEILING = 1550                                                     # common/*.py, all together
 PACKAGE_CEILING = 1300                                                  # a folder above it is two subjects
@@ -190,14 +190,15 @@ def test_every_flag_is_read():
 def test_a_flag_that_nobody_reads_is_found():
     never = '    never: int = 0\n    """No one."""\n'
     run, training, shared = "common/run.py", "common/training.py", "common/flags/run.py"
-    for file, name, bases in (("grpo.py", "Args", "(RunArgs)"), (shared, "RunArgs", "(TrainArgs)"),
+    for file, name, bases in (("grpo.py", "Args", "(RunArgs)"), (shared, "RunArgs", "(SampledArgs)"),
                               (shared, "TrainArgs", "")):
         head = f"class {name}{bases}:\n"
         assert head in SOURCES[file]
         source = SOURCES[file].replace(head, head + never, 1)
         assert Flags(SOURCES | {file: source}).unread() == [f"{file} {name}.never"]
-    source = SOURCES[run].replace("args.eval_n", "0")                   # read by `Run` alone, for all scripts
-    assert Flags(SOURCES | {run: source}).unread() == [f"{shared} RunArgs.eval_n"]
+    readers = (run, "common/evaluation/sampled.py")                     # for all scripts, and for sft.py and dpo.py
+    without = {file: SOURCES[file].replace("args.eval_n", "0") for file in readers}
+    assert Flags(SOURCES | without).unread() == [f"{shared} SampledArgs.eval_n"]
     source = SOURCES[training].replace("self.args.eval_every", "0")
     assert Flags(SOURCES | {training: source}).unread() == [f"{shared} TrainArgs.eval_every"]
     sources = {file: text.replace("args.run_dir", "''") for file, text in SOURCES.items()}
@@ -302,7 +303,7 @@ def test_the_six_phases_in_order(script):
 @pytest.mark.parametrize("script", OFFLINE)
 def test_the_phases_that_supervised_training_has(script):
     """Their numbers are those of the other scripts, so that it is seen which are missing."""
-    scores = {"dpo.py": ["4 log-probs"], "rm.py": ["4 rewards"]}.get(script, [])
+    scores = {"dpo.py": ["4 log-probs"], "kto.py": ["4 log-probs"], "rm.py": ["4 rewards"]}.get(script, [])
     assert phases(OFFLINE[script]) == ["1 data", *scores, *PHASES[4:]]
 
 
@@ -567,8 +568,8 @@ def test_an_import_circle_is_found():
 
 # The files and packages directly in common/, top first. A unit imports only units after it in this list, so no two of
 # them need each other. Scripts are above all, rewards/ and envs/ import nothing of common/.
-LAYERS = ["run", "training", "rollouts", "episodes", "tracking", "checkpoint", "engine", "speculation",
-          "dataset", "losses",
+LAYERS = ["run", "evaluation", "training", "rollouts", "curriculum", "episodes", "tracking", "checkpoint", "engine",
+          "speculation", "dataset", "losses",
           "correction", "rollout", "optim", "memory", "model", "forward", "kernels", "packing", "prompts", "metrics",
           "segments", "parallel", "batch", "layout", "source", "flags"]
 

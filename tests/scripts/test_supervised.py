@@ -396,7 +396,8 @@ def test_a_signal_ends_the_validation_of_pairs(tiny_llama):
     args = dpo.Args(model=tiny_llama, train_data=("x",))
     run = SimpleNamespace(watchdog=SimpleNamespace(signal=15), val_set=[0], hf_config=None, world=None)
     assert dpo.score_rows(args, run, None, [0], [0], "testing") is None
-    assert dpo.validate(args, run, None, [0], torch.zeros(2)) is None
+    validation = SimpleNamespace(args=args, run=run, rows=[0], ref_logp=torch.zeros(2))
+    assert dpo.PairValidation.__call__(validation, None, 0) is None
 
 
 USER, GOOD, BAD = ({"role": role, "content": text} for role, text in

@@ -34,7 +34,8 @@ def test_types(tmp_path):
     """One run for both: the errors of the whole project are those of the fork."""
     (tmp_path / "fork.py").write_text(MISTAKES)
     files = ["async_grpo.py", "dapo.py", "distill.py", "dpo.py", "evaluate.py", "grpo.py", "grpo_variants.py",
-             "online_dpo.py", "ppo.py", "rloo.py", "rm.py", "sft.py", "common", "rewards", "envs", "variants", "tools"]
+             "kto.py", "online_dpo.py", "ppo.py", "rloo.py", "rm.py", "sft.py", "common", "rewards", "envs", "variants",
+             "tools"]
     command = [sys.executable, "-m", "mypy", "--cache-dir", tmp_path, *files, tmp_path / "fork.py"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if ": error: " in line]

@@ -26,6 +26,7 @@ const CHARTS = [                                        // title, metrics of one
   ["KL of old and current policy, nats", /^actor\/ppo_kl$/],
   ["Clipped tokens, share", /^actor\/pg_clipfrac$/],
   ["Groups whose rewards are all equal, share", /^reward\/constant_group_frac$/],
+  ["Rows of the data by pool, share", /^curriculum\/\w+_frac$/, /^curriculum\/learning_frac$/],
   ["Gradient norm", /^(actor|critic)\/grad_norm$/],
   ["Seconds by phase", /^timing_s\//, /^timing_s\/step$/],
   ["KL to the reference, nats", /^actor\/(kl_loss|reward_kl_penalty)$/],

@@ -1,0 +1,1 @@
+"""Validation by sampling, for scripts that do not sample otherwise."""
