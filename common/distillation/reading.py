@@ -1,0 +1,136 @@
+"""The divergence of policy and teachers in the update: who reads which sequences, and which tokens are compared.
+
+With a teacher of other tokens, at each span of common/distillation/alignment.py both models have seen the same text, and
+what they say next is compared as far as both can say it:
+
+    one token each, the same word    over the words that both vocabularies have, and one event "any other word"
+    other tokens                     over two events, "this text" and "another one": p(text) is the product of the
+                                     probabilities of its tokens (the chain rule, GOLD's "Logprob merging")
+
+GOLD compares the shared words likewise, and sorts the others by probability (ULD, arXiv 2402.12030), though words of
+equal rank need not mean the same. Here they are one event, so that the divergence is one between distributions. It is 0
+where they are equal, and merging events makes no divergence larger.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from common.batch import Batch
+from common.distillation.spelling import SharedWords
+from common.kernels import Head, linear_divergence, linear_logp
+
+LARGEST = -1e-6
+"""Log-probs of a span are cut to this one: log(1 - p) must be finite."""
+Divergence = Callable[[Tensor, Tensor], Tensor]
+
+
+class Reading(NamedTuple):
+    """Of a model: what it says of the sampled tokens of some sequences, N of them."""
+
+    hidden: Tensor  # [N, H]
+    head: Head
+    tokens: Tensor  # [N] int64
+    spans: Tensor  # [N] int64, of all sequences: tokens with the same number spell the same text
+
+    def take(self, which: Tensor) -> "Reading":
+        return self._replace(hidden=self.hidden[which], tokens=self.tokens[which], spans=self.spans[which])
+
+
+def compare(microbatch: Batch, lesson: Batch, teachers: Sequence[Any], heads: Sequence[Head],
+            words: Sequence[SharedWords | None], divergence: Divergence, temperature: float,
+            ) -> Callable[[Tensor, Head], Tensor]:
+    """Let each teacher read its sequences of `lesson`, which is `microbatch`, or its own version of it. Returns the
+    function by which the policy computes the divergence [N] of the sampled tokens from its own hidden states [N, H] and
+    its head: 0 on tokens that are compared with none; a span of several tokens has it on its first.
+
+    `words`: of each teacher whose tokens are not the policy's. `divergence`: log-probs [n, K] of policy and teacher over
+    K events -> [n]."""
+    of_token = microbatch.response_extra["teacher"][microbatch.sequence_ids[microbatch.sampled]]     # [N]
+    spans = spans_of(microbatch)                                                                # [N]
+    found = []
+    for number, (teacher, head) in enumerate(zip(teachers, heads)):
+        part = lesson
+        if len(teachers) > 1:
+            own = (lesson.response_extra["teacher"] == number).nonzero()[:, 0]                  # [S']
+            # without a sequence of its own it reads a dummy: FSDP's collectives must match on all ranks
+            part = lesson.dummy()
+            if len(own):
+                part = lesson.select(own)
+        hidden = teacher.hidden_states(part)
+        found.append(Reading(hidden, head, part.tokens[part.sampled], spans_of(part)))
+        teacher.free_unsharded()
+
+    def of_all(hidden: Tensor, head: Head) -> Tensor:                                           # -> [N]
+        if len(found) == 1 and lesson is microbatch:
+            # sequence parallel may have cut N, and then `of_token` is too long
+            theirs = found[0]
+            return linear_divergence((hidden, head), (theirs.hidden, theirs.head), divergence, temperature)
+        ours = Reading(hidden, head, microbatch.tokens[microbatch.sampled], spans)
+        parts = []
+        places = []
+        for number, theirs in enumerate(found):
+            own = ((of_token == number) & (spans >= 0)).nonzero()[:, 0]                         # [n]
+            shared = words[number]
+            if shared is None:
+                student = hidden[own], head
+                values = linear_divergence(student, (theirs.hidden, theirs.head), divergence, temperature)
+            else:
+                values = of_spans(ours.take(own), theirs, shared, divergence, temperature)
+            parts.append(values)
+            places.append(own)
+        values = torch.cat(parts)
+        return values.new_zeros(len(hidden)).index_copy(0, torch.cat(places), values)
+
+    return of_all
+
+
+def spans_of(batch: Batch) -> Tensor:
+    """[N]: a number for each span of the batch's sequences, the same in other versions of them; -1: none."""
+    sampled = batch.sampled
+    if "span" not in batch.extra:
+        return torch.zeros_like(sampled)
+    span = batch.extra["span"][sampled]
+    sequence = batch.number[batch.sequence_ids[sampled]]
+    return torch.where(span < 0, -1, sequence * 2**32 + span)
+
+
+def of_spans(ours: Reading, theirs: Reading, words: SharedWords, divergence: Divergence, temperature: float) -> Tensor:
+    """The divergence [n] of tokens that the two models cut otherwise; of a span of several tokens on its first."""
+    keys, inverse = torch.cat([ours.spans, theirs.spans]).unique(return_inverse=True)           # [K]
+    of_ours, of_theirs = inverse[: len(ours.spans)], inverse[len(ours.spans) :]                 # [n], [m]
+    is_single = (of_ours.bincount(minlength=len(keys)) == 1) & (of_theirs.bincount(minlength=len(keys)) == 1)    # [K]
+    first = first_of_each(of_ours, len(keys))                                                   # [K] of `ours`
+    their_first = first_of_each(of_theirs, len(keys))                                           # [K] of `theirs`
+    is_single &= words.partner_of(ours.tokens[first]) == theirs.tokens[their_first]
+
+    def of_words(logp: Tensor, logq: Tensor) -> Tensor:
+        return divergence(*words.events(logp, logq))
+
+    here, there = first[is_single], their_first[is_single]
+    of_single = linear_divergence(
+        (ours.hidden[here], ours.head), (theirs.hidden[there], theirs.head), of_words, temperature, same_words=False
+    )
+    of_texts = divergence(
+        text_events(ours, of_ours, is_single, temperature), text_events(theirs, of_theirs, is_single, temperature)
+    )
+    whole = of_single.new_zeros(len(ours.spans)).index_copy(0, here, of_single)
+    return whole.index_copy(0, first[~is_single], of_texts.to(whole.dtype))
+
+
+def first_of_each(of_token: Tensor, num_spans: int) -> Tensor:
+    """The first token of each span: [K] int64."""
+    places = torch.arange(len(of_token), device=of_token.device)
+    return places.new_zeros(num_spans).scatter_reduce(0, of_token, places, "amin", include_self=False)
+
+
+def text_events(reading: Reading, of_token: Tensor, is_single: Tensor, temperature: float) -> Tensor:
+    """For each span that is not single: log-probs of its text and of any other, [K', 2]."""
+    is_text = ~is_single                                                                        # [K]
+    part = is_text[of_token].nonzero()[:, 0]
+    logp, *_ = linear_logp(reading.hidden[part], reading.head, reading.tokens[part], temperature)
+    whole = logp.new_zeros(len(is_single)).index_add(0, of_token[part], logp)[is_text]          # [K']
+    whole = whole.clamp(max=LARGEST)
+    return torch.stack([whole, torch.log(-torch.expm1(whole))], dim=1)
