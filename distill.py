@@ -108,6 +108,8 @@ def check(args: Args) -> dict[str, str]:
     if ("self" in paths.values() and not args.context) or (args.context and len(paths) > 1):
         raise ValueError(f"--teacher {' '.join(args.teacher)} and --context {args.context or 'none'}: self needs a "
                          f"--context, and that needs one --teacher")
+    if args.context and args.policy.sequence_parallel > 1:
+        raise ValueError(f"--context needs --policy.sequence-parallel 1, not {args.policy.sequence_parallel}")
     if args.teacher_update_rate and args.lora.rank:
         raise ValueError(f"--teacher-update-rate {args.teacher_update_rate:g}: the average has no adapters, leave out "
                          f"--lora.rank or the average")

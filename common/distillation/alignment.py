@@ -62,8 +62,8 @@ def add_text(found: Aligned, tokens: list[int], ours: Spelling, theirs: Spelling
     place, is_bad = places(len(whole), broken)
     encoded = theirs.encode(text)
     their_pieces = [spelt(token, theirs) for token in encoded]
-    drop_first_space(their_pieces, text)
     wanted = text.encode()
+    drop_first_space(their_pieces, wanted)
     first_wrong = common_length(b"".join(their_pieces), wanted)
     is_bad[first_wrong:] = True
     our_ends = place[np.cumsum([len(piece) for piece in pieces])]
@@ -123,13 +123,14 @@ def places(length: int, broken: list[tuple[int, int]]) -> tuple[np.ndarray, np.n
     return place, is_bad
 
 
-def drop_first_space(pieces: list[bytes], text: str) -> None:
-    """Tokenizers of SentencePiece's kind write a space before a text, which is no part of it."""
-    if text.startswith(" "):
+def drop_first_space(pieces: list[bytes], wanted: bytes) -> None:
+    """Tokenizers of SentencePiece's kind write a space before a text, some also before a space. It is no part of it."""
+    whole = b"".join(pieces)
+    if common_length(whole.removeprefix(b" "), wanted) <= common_length(whole, wanted):
         return
     for number, piece in enumerate(pieces):
         if piece:
-            pieces[number] = piece.removeprefix(b" ")
+            pieces[number] = piece[1:]
             return
 
 
