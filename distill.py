@@ -135,7 +135,7 @@ from common import losses
 from common.batch import Batch
 from common.correction import importance_weights, reject_and_weight
 from common.distillation.lessons import Lessons, load_teachers, planned_teachers, teachers_of
-from common.distillation.reading import compare
+from common.distillation.reading import Comparison
 from common.metrics import spread
 from common.model.policy import Policy
 from common.rollout import Rollout
@@ -204,7 +204,7 @@ def main(args: Args) -> None:
         lessons = Lessons(run, [*paths.values()], args.context, args.max_context_length)
         policy, optimizer = run.load_policy("policy", args.model, args.optim)
         teachers = load_teachers(run, paths, is_averaged)
-        divergence = divergence_of(args)
+        comparison = Comparison(teachers, lessons.words, divergence_of(args), temperature)
         run.describe(
             f"{args.divergence} to {len(teachers)} teacher(s), top k {args.top_k}; reward coef {args.reward_coef:g}; "
             f"{args.answers_per_step} rows with the data's answer",
@@ -256,9 +256,8 @@ def main(args: Args) -> None:
                     teacher_weights = losses.token_weights(minibatch, "token-mean", taught)
                     heads = [teacher.whole_head() for teacher in teachers]
                     for microbatch, weight, is_taught, teacher_weight in zip(minibatch, weights, taught, teacher_weights):
-                        comparison = compare(microbatch, read[id(microbatch)], teachers, heads, lessons.words,
-                                             divergence, temperature)
-                        logp, entropy, loss = policy(microbatch, temperature, also=comparison)          # [T] each
+                        compare = comparison.of(microbatch, read[id(microbatch)], heads)
+                        logp, entropy, loss = policy(microbatch, temperature, also=compare)             # [T] each
                         run.meter.mean("distillation/loss", loss, is_taught)
                         run.meter.mean("distillation/taught_frac", is_taught.float(), microbatch.mask)
                         known = answers_as_sampled(microbatch, logp.detach(), len(sampled))

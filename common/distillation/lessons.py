@@ -140,7 +140,11 @@ class Lessons:
     def lesson(self, rollout: Rollout, responses: dict[int, list[dict[str, Any]]]) -> tuple[Batch, Tensor]:
         """This rank's sequences, and the spans [T] of the policy's."""
         teachers = rollout.batch.response_extra["teacher"]                                      # [S]
-        prompts, tokens, masks, numbers, indices = [], [], [], [], []
+        prompts = []
+        tokens = []
+        masks = []
+        numbers = []
+        indices = []
         their_spans: list[int] = []
         our_spans: list[int] = []
         for (number, sample, prompt, response), teacher in zip(rollout.sequences(), teachers.tolist()):

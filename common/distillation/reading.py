@@ -13,6 +13,7 @@ where they are equal, and merging events makes no divergence larger.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -39,52 +40,83 @@ class Reading(NamedTuple):
         return self._replace(hidden=self.hidden[which], tokens=self.tokens[which], spans=self.spans[which])
 
 
-def compare(microbatch: Batch, lesson: Batch, teachers: Sequence[Any], heads: Sequence[Head],
-            words: Sequence[SharedWords | None], divergence: Divergence, temperature: float,
-            ) -> Callable[[Tensor, Head], Tensor]:
-    """Let each teacher read its sequences of `lesson`, which is `microbatch`, or its own version of it. Returns the
-    function by which the policy computes the divergence [N] of the sampled tokens from its own hidden states [N, H] and
-    its head: 0 on tokens that are compared with none; a span of several tokens has it on its first.
+@dataclass
+class Comparison:
+    """Of the policy with all teachers of a run."""
 
-    `words`: of each teacher whose tokens are not the policy's. `divergence`: log-probs [n, K] of policy and teacher over
-    K events -> [n]."""
-    of_token = microbatch.response_extra["teacher"][microbatch.sequence_ids[microbatch.sampled]]     # [N]
-    spans = spans_of(microbatch)                                                                # [N]
-    found = []
-    for number, (teacher, head) in enumerate(zip(teachers, heads)):
-        part = lesson
-        if len(teachers) > 1:
-            own = (lesson.response_extra["teacher"] == number).nonzero()[:, 0]                  # [S']
-            # without a sequence of its own it reads a dummy: FSDP's collectives must match on all ranks
-            part = lesson.dummy()
-            if len(own):
-                part = lesson.select(own)
-        hidden = teacher.hidden_states(part)
-        found.append(Reading(hidden, head, part.tokens[part.sampled], spans_of(part)))
-        teacher.free_unsharded()
+    teachers: Sequence[Any]  # their models
+    words: Sequence[SharedWords | None]  # of each teacher whose tokens are not the policy's
+    divergence: Divergence  # log-probs [n, K] of policy and teacher over K events -> [n]
+    temperature: float
 
-    def of_all(hidden: Tensor, head: Head) -> Tensor:                                           # -> [N]
-        if len(found) == 1 and lesson is microbatch:
-            # sequence parallel may have cut N, and then `of_token` is too long
-            theirs = found[0]
-            return linear_divergence((hidden, head), (theirs.hidden, theirs.head), divergence, temperature)
-        ours = Reading(hidden, head, microbatch.tokens[microbatch.sampled], spans)
-        parts = []
-        places = []
-        for number, theirs in enumerate(found):
-            own = ((of_token == number) & (spans >= 0)).nonzero()[:, 0]                         # [n]
-            shared = words[number]
-            if shared is None:
-                student = hidden[own], head
-                values = linear_divergence(student, (theirs.hidden, theirs.head), divergence, temperature)
-            else:
-                values = of_spans(ours.take(own), theirs, shared, divergence, temperature)
-            parts.append(values)
-            places.append(own)
-        values = torch.cat(parts)
-        return values.new_zeros(len(hidden)).index_copy(0, torch.cat(places), values)
+    def of(self, microbatch: Batch, lesson: Batch, heads: Sequence[Head]) -> Callable[[Tensor, Head], Tensor]:
+        """Let each teacher, whose head is one of `heads`, read its sequences of `lesson`, which is `microbatch`, or its
+        own version of it. Returns the function by which the policy computes the divergence [N] of the sampled tokens
+        from its own hidden states [N, H] and its head: 0 on tokens that are compared with none; a span of several
+        tokens has it on its first."""
+        of_token = microbatch.response_extra["teacher"][microbatch.sequence_ids[microbatch.sampled]]     # [N]
+        spans = spans_of(microbatch)                                                            # [N]
+        found = []
+        for number, (teacher, head) in enumerate(zip(self.teachers, heads)):
+            part = lesson
+            if len(self.teachers) > 1:
+                own = (lesson.response_extra["teacher"] == number).nonzero()[:, 0]              # [S']
+                # without a sequence of its own it reads a dummy: FSDP's collectives must match on all ranks
+                part = lesson.dummy()
+                if len(own):
+                    part = lesson.select(own)
+            hidden = teacher.hidden_states(part)
+            found.append(Reading(hidden, head, part.tokens[part.sampled], spans_of(part)))
+            teacher.free_unsharded()
 
-    return of_all
+        def of_all(hidden: Tensor, head: Head) -> Tensor:                                       # -> [N]
+            if len(found) == 1 and lesson is microbatch:
+                # sequence parallel may have cut N, and then `of_token` is too long
+                return self.of_tokens(hidden, head, found[0])
+            ours = Reading(hidden, head, microbatch.tokens[microbatch.sampled], spans)
+            parts = []
+            places = []
+            for number, theirs in enumerate(found):
+                own = ((of_token == number) & (spans >= 0)).nonzero()[:, 0]                     # [n]
+                shared = self.words[number]
+                if shared is None:
+                    values = self.of_tokens(hidden[own], head, theirs)
+                else:
+                    values = self.of_spans(ours.take(own), theirs, shared)
+                parts.append(values)
+                places.append(own)
+            values = torch.cat(parts)
+            return values.new_zeros(len(hidden)).index_copy(0, torch.cat(places), values)
+
+        return of_all
+
+    def of_tokens(self, hidden: Tensor, head: Head, theirs: Reading) -> Tensor:
+        """[N], token by token."""
+        return linear_divergence((hidden, head), (theirs.hidden, theirs.head), self.divergence, self.temperature)
+
+    def of_spans(self, ours: Reading, theirs: Reading, words: SharedWords) -> Tensor:
+        """The divergence [n] of tokens that the two models cut otherwise."""
+        keys, inverse = torch.cat([ours.spans, theirs.spans]).unique(return_inverse=True)       # [K]
+        of_ours = inverse[: len(ours.spans)]                                                    # [n]
+        of_theirs = inverse[len(ours.spans) :]                                                  # [m]
+        is_single = of_ours.bincount(minlength=len(keys)) == 1                                  # [K]
+        is_single &= of_theirs.bincount(minlength=len(keys)) == 1
+        first = first_of_each(of_ours, len(keys))                                               # [K] of `ours`
+        their_first = first_of_each(of_theirs, len(keys))                                       # [K] of `theirs`
+        is_single &= words.partner_of(ours.tokens[first]) == theirs.tokens[their_first]
+
+        def of_words(logp: Tensor, logq: Tensor) -> Tensor:
+            return self.divergence(*words.events(logp, logq))
+
+        here = first[is_single]
+        there = their_first[is_single]
+        student = ours.hidden[here], ours.head
+        teacher = theirs.hidden[there], theirs.head
+        of_single = linear_divergence(student, teacher, of_words, self.temperature, same_words=False)
+        logp = text_events(ours, of_ours, is_single, self.temperature)                          # [K', 2]
+        logq = text_events(theirs, of_theirs, is_single, self.temperature)                      # [K', 2]
+        whole = of_single.new_zeros(len(ours.spans)).index_copy(0, here, of_single)
+        return whole.index_copy(0, first[~is_single], self.divergence(logp, logq).to(whole.dtype))
 
 
 def spans_of(batch: Batch) -> Tensor:
@@ -95,29 +127,6 @@ def spans_of(batch: Batch) -> Tensor:
     span = batch.extra["span"][sampled]
     sequence = batch.number[batch.sequence_ids[sampled]]
     return torch.where(span < 0, -1, sequence * 2**32 + span)
-
-
-def of_spans(ours: Reading, theirs: Reading, words: SharedWords, divergence: Divergence, temperature: float) -> Tensor:
-    """The divergence [n] of tokens that the two models cut otherwise; of a span of several tokens on its first."""
-    keys, inverse = torch.cat([ours.spans, theirs.spans]).unique(return_inverse=True)           # [K]
-    of_ours, of_theirs = inverse[: len(ours.spans)], inverse[len(ours.spans) :]                 # [n], [m]
-    is_single = (of_ours.bincount(minlength=len(keys)) == 1) & (of_theirs.bincount(minlength=len(keys)) == 1)    # [K]
-    first = first_of_each(of_ours, len(keys))                                                   # [K] of `ours`
-    their_first = first_of_each(of_theirs, len(keys))                                           # [K] of `theirs`
-    is_single &= words.partner_of(ours.tokens[first]) == theirs.tokens[their_first]
-
-    def of_words(logp: Tensor, logq: Tensor) -> Tensor:
-        return divergence(*words.events(logp, logq))
-
-    here, there = first[is_single], their_first[is_single]
-    of_single = linear_divergence(
-        (ours.hidden[here], ours.head), (theirs.hidden[there], theirs.head), of_words, temperature, same_words=False
-    )
-    of_texts = divergence(
-        text_events(ours, of_ours, is_single, temperature), text_events(theirs, of_theirs, is_single, temperature)
-    )
-    whole = of_single.new_zeros(len(ours.spans)).index_copy(0, here, of_single)
-    return whole.index_copy(0, first[~is_single], of_texts.to(whole.dtype))
 
 
 def first_of_each(of_token: Tensor, num_spans: int) -> Tensor:

@@ -178,7 +178,7 @@ def test_value_and_gradient_are_those_of_a_slow_loop(teacher, divergence, spelli
     args = distill.Args(model="m", train_data=("x",), divergence=divergence, beta=0.3)
     mine = reading.Reading(hidden, Head(weight), torch.tensor(response), torch.tensor(found.ours))
     other = reading.Reading(their_hidden, Head(their_weight), torch.tensor(found.tokens), torch.tensor(found.theirs))
-    values = reading.of_spans(mine, other, words, distill.divergence_of(args), 0.7)
+    values = reading.Comparison([], [], distill.divergence_of(args), 0.7).of_spans(mine, other, words)
     weights = torch.linspace(1, 2, len(response), dtype=torch.float64)
     grads = torch.autograd.grad((values * weights).sum(), both)
 
@@ -227,8 +227,8 @@ def test_with_equal_tokenizers_the_numbers_are_those_of_today(spellings):
     other = reading.Reading(their_hidden, Head(their_weight), tokens, spans)
     for divergence in distill.DIVERGENCES:
         of_words = distill.divergence_of(distill.Args(model="m", train_data=("x",), divergence=divergence))
-        aligned = reading.of_spans(mine, other, words, of_words, 0.7)
-        today = reading.linear_divergence((hidden, Head(weight)), (their_hidden, Head(their_weight)), of_words, 0.7)
+        comparison = reading.Comparison([], [], of_words, 0.7)
+        aligned, today = comparison.of_spans(mine, other, words), comparison.of_tokens(hidden, Head(weight), other)
         assert torch.equal(aligned, today) and today.min() > 0
         for one, same in zip(torch.autograd.grad(aligned.sum(), both), torch.autograd.grad(today.sum(), both)):
             assert torch.equal(one, same)
@@ -243,6 +243,7 @@ def test_spans_that_are_certain_have_finite_numbers(spellings):
     mine = reading.Reading(hidden, Head(weight), token, torch.tensor([0, 0]))
     other = reading.Reading(torch.zeros(1, 1), Head(torch.zeros(len(theirs.tokenizer), 1)), token[:1], torch.tensor([0]))
     for divergence in distill.DIVERGENCES.values():
-        value = reading.of_spans(mine, other, words, lambda p, q: divergence(p, q, 0.5), 1.0)
+        comparison = reading.Comparison([], [], lambda p, q: divergence(p, q, 0.5), 1.0)
+        value = comparison.of_spans(mine, other, words)
         (grad,) = torch.autograd.grad(value.sum(), hidden)
         assert value.isfinite().all() and grad.isfinite().all() and value[0] > 0.1

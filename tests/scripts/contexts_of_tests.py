@@ -13,7 +13,3 @@ def every_second(row, responses):
 
 def broken(row, responses):
     return [{"role": "user", "content": 3}]
-
-
-async def episode(chat):
-    await chat.reply()

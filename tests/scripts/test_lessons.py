@@ -14,6 +14,7 @@ from common.distillation.alignment import align
 from common.distillation.spelling import SharedWords, Spelling, end_of_turn
 from tests.common.other_tokenizers import make_model, save_byte_level
 from tests.conftest import launch, launch_all
+from tests.engine.episode_runs import FILE
 from tests.scripts import contexts_of_tests
 from tests.scripts.test_distill import FLAGS, kl, log_probs, rows, teachers  # noqa: F401
 from tests.scripts.test_supervised import check_exact_resume, metrics_of, weights_of
@@ -192,7 +193,7 @@ def test_a_teacher_of_other_tokens_is_compared_at_the_same_texts(runs, tiny_llam
     scores = {}
     for row in found:
         scores.setdefault(row["group"], []).append(row["score"])
-    total, count, pulled, everything, kinds = 0.0, 0, 0.0, 0, set()
+    total, count, pulled, everything, num_singles, num_spans = 0.0, 0, 0.0, 0, 0, 0
     for row in found:
         logp = log_probs(student, tokenizer, row)
         if row["data_source"] == "second":
@@ -202,16 +203,16 @@ def test_a_teacher_of_other_tokens_is_compared_at_the_same_texts(runs, tiny_llam
             values, num_taught, singles = spelt_loss(
                 student, taught_by[0], ours, theirs, words, prompt, row["tokens"], data[row["prompt"]])
             total, count = total + sum(kl(a.log(), b.log()) for a, b in values), count + num_taught
-            kinds |= {singles > 0, singles < len(values)}
+            num_singles, num_spans = num_singles + singles, num_spans + len(values)
         advantage = row["score"] - sum(scores[row["group"]]) / 2
         pulled = pulled - 0.5 * advantage * logp.gather(1, torch.tensor(row["tokens"])[:, None]).sum()
         everything += len(logp)
     (total / count + pulled / everything).backward()
     first = metrics_of(runs / "one/two")[0]
     assert first["distillation/loss"] == pytest.approx(total.item() / count, rel=1e-5) and total / count > 0.01
-    assert first["distillation/taught_frac"] == pytest.approx(count / everything) and count < everything
+    assert first["distillation/taught_frac"] == pytest.approx(count / everything)
     assert first["actor/grad_norm"] == pytest.approx(grad_norm(student), rel=1e-4)
-    assert kinds == {True}                          # spans of one token each, and others
+    assert 0 < num_singles < num_spans
 
 
 def test_the_datas_answers_are_compared_too(runs):
@@ -261,12 +262,12 @@ def test_flags_that_cannot_work_are_refused(flags, rule):
 
 
 @pytest.mark.parametrize(("flags", "rule"), [
-    (["--teacher", "TEACHER", "--teacher-update-rate", "0.1"], "--teacher-update-rate 0.1 needs --teacher self"),
-    (["--teacher", "TEACHER", "--max-context-length", "9"], "--max-context-length 9 needs --context"),
+    (["--teacher", "TEACHER", "--teacher-update-rate", "0.1"], "--teacher-update-rate 0.1 does nothing with --teacher"),
+    (["--teacher", "TEACHER", "--max-context-length", "9"], "--max-context-length 9 does nothing without --context"),
     (["--teacher", "self", "--context", f"{OURS}:none"], "no function none in"),
     (["--teacher", "self", "--context", f"{OURS}:broken"], "what it returned for row"),
     (["--teacher", "OTHER", "--policy.sequence-parallel", "2"], "needs --policy.sequence-parallel 1, not 2"),
-    (["--teacher", "OTHER", "--rollout.episode", f"{OURS}:episode"], "does not go with --rollout.episode"),
+    (["--teacher", "OTHER", "--rollout.episode", f"{FILE}:one_reply"], "does not go with --rollout.episode"),
 ])
 def test_what_cannot_be_read_is_refused(flags, rule, tiny_llama, rows, teachers, other, tmp_path):  # noqa: F811
     names = {"TEACHER": teachers[0], "OTHER": other}
