@@ -135,7 +135,7 @@ from common import losses
 from common.batch import Batch
 from common.correction import importance_weights, reject_and_weight
 from common.distillation.lessons import Lessons, load_teachers, planned_teachers, teachers_of
-from common.distillation.reading import Comparison
+from common.distillation.reading import Comparison, spans_of
 from common.metrics import spread
 from common.model.policy import Policy
 from common.rollout import Rollout
@@ -234,11 +234,11 @@ def main(args: Args) -> None:
             is_dropped_token = torch.tensor(is_dropped, dtype=torch.bool)[rollout.batch.sequence_ids]   # [T]
             in_loss = ~rollout.any_token(is_dropped_token)                                      # [S]
             if lesson is not None and not args.reward_coef:     # what no teacher reads has no loss
-                in_loss &= rollout.any_token(lessons.is_taught(rollout.batch))
+                in_loss &= rollout.any_token(spans_of(rollout.batch) >= 0)
             minibatches = run.to_minibatches(rollout, in_loss, args.minibatches_per_step, max_tokens, step)
             read = lessons.deliver(lesson, minibatches)                                         # micro-batch -> Batch
 
-            # 4 log-probs: the old policy's, where the correction needs them; the teachers' heads
+            # 4 log-probs: the old policy's, where the correction needs them
             if correction.needs_old_logp():
                 with run.phase("old_log_prob", minibatches) as microbatches:
                     for microbatch in microbatches:
@@ -252,7 +252,7 @@ def main(args: Args) -> None:
                 for minibatch in update.minibatches:
                     # a token's weight is 1 / count over the mini-batch on all ranks, however it was cut
                     weights = losses.token_weights(minibatch, "token-mean")
-                    taught = [lessons.is_taught(microbatch) for microbatch in minibatch]        # [T] bool each
+                    taught = [spans_of(microbatch) >= 0 for microbatch in minibatch]            # [T] bool each
                     teacher_weights = losses.token_weights(minibatch, "token-mean", taught)
                     heads = [teacher.whole_head() for teacher in teachers]
                     for microbatch, weight, is_taught, teacher_weight in zip(minibatch, weights, taught, teacher_weights):

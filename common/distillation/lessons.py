@@ -104,12 +104,6 @@ class Lessons:
     def words(self) -> list[SharedWords | None]:
         return [reader.words for reader in self.readers]
 
-    def is_taught(self, batch: Batch) -> Tensor:
-        """[T] bool: sampled tokens of which a teacher says something."""
-        if "span" not in batch.extra:
-            return batch.mask
-        return batch.mask & (batch.extra["span"] >= 0)
-
     def write(self, rollout: Rollout) -> Batch | None:
         """The sequences that the teachers read, on the CPU, with the numbers of those of `rollout.batch`, which also gets
         its spans; None: they read those of the policy. All ranks call this together, and raise ValueError for messages

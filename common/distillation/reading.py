@@ -55,7 +55,7 @@ class Comparison:
         from its own hidden states [N, H] and its head: 0 on tokens that are compared with none; a span of several
         tokens has it on its first."""
         of_token = microbatch.response_extra["teacher"][microbatch.sequence_ids[microbatch.sampled]]     # [N]
-        spans = spans_of(microbatch)                                                            # [N]
+        spans = spans_of(microbatch)[microbatch.sampled]                                        # [N]
         found = []
         for number, (teacher, head) in enumerate(zip(self.teachers, heads)):
             part = lesson
@@ -66,23 +66,25 @@ class Comparison:
                 if len(own):
                     part = lesson.select(own)
             hidden = teacher.hidden_states(part)
-            found.append(Reading(hidden, head, part.tokens[part.sampled], spans_of(part)))
+            found.append(Reading(hidden, head, part.tokens[part.sampled], spans_of(part)[part.sampled]))
             teacher.free_unsharded()
 
         def of_all(hidden: Tensor, head: Head) -> Tensor:                                       # -> [N]
             if len(found) == 1 and lesson is microbatch:
                 # sequence parallel may have cut N, and then `of_token` is too long
                 return self.of_tokens(hidden, head, found[0])
-            ours = Reading(hidden, head, microbatch.tokens[microbatch.sampled], spans)
+            whole = Reading(hidden, head, microbatch.tokens[microbatch.sampled], spans)
             parts = []
             places = []
-            for number, theirs in enumerate(found):
+            for number, reading in enumerate(found):
                 own = ((of_token == number) & (spans >= 0)).nonzero()[:, 0]                     # [n]
+                ours = whole.take(own)
+                theirs = reading.take(torch.isin(reading.spans, ours.spans))
                 shared = self.words[number]
                 if shared is None:
-                    values = self.of_tokens(hidden[own], head, theirs)
+                    values = self.of_tokens(ours.hidden, head, theirs)
                 else:
-                    values = self.of_spans(ours.take(own), theirs, shared)
+                    values = self.of_spans(ours, theirs, shared)
                 parts.append(values)
                 places.append(own)
             values = torch.cat(parts)
@@ -120,13 +122,15 @@ class Comparison:
 
 
 def spans_of(batch: Batch) -> Tensor:
-    """[N]: a number for each span of the batch's sequences, the same in other versions of them; -1: none."""
-    sampled = batch.sampled
+    """[T]: a number for each span of the batch's sequences, the same in other versions of them. -1: the token is compared
+    with none, perhaps because one of its span is no longer in `mask` (--correction.reject)."""
     if "span" not in batch.extra:
-        return torch.zeros_like(sampled)
-    span = batch.extra["span"][sampled]
-    sequence = batch.number[batch.sequence_ids[sampled]]
-    return torch.where(span < 0, -1, sequence * 2**32 + span)
+        return torch.where(batch.mask, 0, -1)
+    span = batch.extra["span"]
+    keys = torch.where(span < 0, -1, batch.number[batch.sequence_ids] * 2**32 + span)
+    _, of_token, size = keys.unique(return_inverse=True, return_counts=True)                    # [T], [K]
+    is_whole = of_token[batch.sampled].bincount(minlength=len(size)) == size                    # [K]
+    return torch.where(batch.mask & is_whole[of_token], keys, -1)
 
 
 def first_of_each(of_token: Tensor, num_spans: int) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoTokenizer
 
 import distill
+from common.batch import Batch
 from common.distillation import alignment, reading, spelling
 from common.distillation.alignment import align
 from common.distillation.spelling import SharedWords, Spelling
@@ -247,3 +248,47 @@ def test_spans_that_are_certain_have_finite_numbers(spellings):
         value = comparison.of_spans(mine, other, words)
         (grad,) = torch.autograd.grad(value.sum(), hidden)
         assert value.isfinite().all() and grad.isfinite().all() and value[0] > 0.1
+
+
+@pytest.mark.parametrize("has_other_tokens", [False, True])
+def test_a_rejected_token_takes_its_span_along(has_other_tokens, spellings):
+    """--correction.reject takes tokens out of the mask after the lesson was made: the others keep their values."""
+    ours = spellings["ours"]
+    theirs = spellings["bytes"] if has_other_tokens else ours
+    words = SharedWords(ours, theirs)
+    of_byte = {spelt: token for token, spelt in ours.text.items() if len(spelt) == 1}
+    response = [of_byte[b"t"], of_byte[b"h"], of_byte[b"e"], *ours.encode(" apples are left"), ours.end]
+    found = align(response, ours, theirs, words)
+    if not has_other_tokens:
+        found.tokens, found.theirs, found.ours = response, [*range(len(response))], [*range(len(response))]
+    generator = torch.Generator().manual_seed(4)
+    head, their_head = (Head(torch.randn(len(x.tokenizer), 4, generator=generator)) for x in (ours, theirs))
+    hidden, their_hidden = (torch.randn(len(tokens), 4, generator=generator) for tokens in (response, found.tokens))
+
+    class Teacher:
+        def hidden_states(self, part):
+            return their_hidden
+
+        def free_unsharded(self):
+            pass
+
+    batches = []
+    for tokens, spans in ((response, found.ours), (found.tokens, found.theirs)):
+        batch = Batch.build([[1, 2]], [tokens])
+        batch.extra["span"] = torch.tensor([-1, -1, *spans])
+        batch.response_extra["teacher"] = torch.tensor([0])
+        batches.append(batch)
+    microbatch, lesson = batches
+    divergence = distill.divergence_of(distill.Args(model="m", train_data=("x",)))
+    comparison = reading.Comparison([Teacher()], [words if has_other_tokens else None], divergence, 1.0)
+    whole = comparison.of(microbatch, lesson, [their_head])(hidden, head)
+    rejected = 1
+    microbatch.mask = microbatch.mask.index_fill(0, torch.tensor([2 + rejected]), False)
+    kept = [t for t in range(len(response)) if t != rejected]
+    rest = comparison.of(microbatch, lesson, [their_head])(hidden[kept], head)
+    lost = [t for t in range(len(response)) if found.ours[t] == found.ours[rejected]]
+    assert (len(lost) > 1) == has_other_tokens
+    want = whole.index_fill(0, torch.tensor(lost), 0.0)[kept]
+    assert torch.allclose(rest, want) and want.count_nonzero() > 1
+    is_taught = reading.spans_of(microbatch) >= 0
+    assert is_taught.tolist() == [False, False, *(t not in lost for t in range(len(response)))]
