@@ -11,28 +11,28 @@ from typing import Any
 Messages = list[dict[str, Any]]
 
 
-def with_text(messages: Messages, text: str) -> Messages:
-    """The messages, with a text at the end of the last."""
-    return [*messages[:-1], messages[-1] | {"content": f"{messages[-1]['content']}\n\n{text}"}]
+def answered_before(messages: Messages, answer: str, remark: str = "") -> Messages:
+    """The conversation, in which the last question was answered once before. Copying an earlier turn is what small
+    models can do, too; an answer that is only mentioned in the question makes them worse
+    (tests/evidence/distillation.md)."""
+    question = messages[-1]
+    again = question | {"content": f"{remark}\n\n{question['content']}".strip()}
+    return [*messages, {"role": "assistant", "content": answer}, again]
 
 
 def reference_answer(row: dict[str, Any], responses: list[dict[str, Any]]) -> Messages:
     """The answer in extra_info["answer"], or else the ground truth (SDFT: the demonstration)."""
     answer = row["extra_info"].get("answer", row["ground_truth"])
-    return with_text(row["prompt"], f"This is an example of a correct response:\n{answer}\n\n"
-                                    f"Now answer in your own words, with the same result.")
+    return answered_before(row["prompt"], str(answer))
 
 
 def sibling_success(row: dict[str, Any], responses: list[dict[str, Any]]) -> Messages | None:
-    """The first other response to the prompt with a score of at least 1, and what the reward function returned as
-    "feedback" on this one (SDPO)."""
+    """The first other response to the prompt with a score of at least 1; without one, this response and what the reward
+    function returned as "feedback" on it (SDPO)."""
     own, *siblings = responses
-    successes = [sibling for sibling in siblings if (sibling["score"] or 0) >= 1]
-    parts = []
-    if successes:
-        parts.append(f"A correct response to this question:\n{successes[0]['text']}")
+    for sibling in siblings:
+        if (sibling["score"] or 0) >= 1:
+            return answered_before(row["prompt"], sibling["text"])
     if own.get("feedback"):
-        parts.append(f"Feedback on an earlier attempt of yours:\n{own['feedback']}")
-    if not parts:
-        return None
-    return with_text(row["prompt"], "\n\n".join([*parts, "Now answer the question correctly."]))
+        return answered_before(row["prompt"], own["text"], own["feedback"])
+    return None
