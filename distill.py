@@ -12,16 +12,15 @@ the size [T, V] exists: logits are computed for some tokens at a time, twice. Pa
 already (--answers-per-step). Several teachers share the rows by data_source. A teacher whose tokens are others is
 compared at the texts that both spell (common/distillation/reading.py says which events D is then over).
 
-Self-distillation (--teacher self): q is the policy itself, without a gradient, and its prompt is what --context makes of
-the row x and of the group's responses: feedback, a reference answer, a sibling's success. Where --context has nothing to
-say, a response is in no loss.
+Self-distillation (--teacher self): q is the policy itself, without a gradient, and its prompt is what --context makes
+of the row x and of the group's responses: feedback, a reference answer, a sibling's success. A response of which
+--context has nothing to say is in no divergence. With --teacher-update-rate a, q is an average of the policy:
+q <- (1 - a) q + a p after each optimizer step. Two papers are settings of it:
 
-    SDPO (Hübotter et al. 2026, arXiv 2601.20802, sec. 2)   sum_t KL(p(. | x, y_<t) || sg p(. | x, f, y_<t)),  f: feedback
+    SDPO (Hübotter et al. 2026, arXiv 2601.20802)   D(p(. | x, y_<t), q(. | x, f, y_<t)),   f: feedback or a success
         --context common/distillation/contexts.py:sibling_success --divergence jsd --teacher-update-rate 0.05
-    SDFT (Shenfeld et al. 2026, arXiv 2601.19897, sec. 3)   KL(p(. | x) || q(. | x, c)),  c: a demonstration
-        --context common/distillation/contexts.py:reference_answer --divergence reverse-kl --teacher-update-rate 0.02
-
-    --teacher-update-rate a: q is an average of the policy, q <- (1 - a) q + a p after each optimizer step
+    SDFT (Shenfeld et al. 2026, arXiv 2601.19897)   KL(p(. | x, y_<t) || q(. | x, c, y_<t)),   c: a demonstration
+        --context common/distillation/contexts.py:reference_answer --divergence reverse-kl
 
     torchrun --standalone --nproc-per-node 8 distill.py --model Qwen/Qwen2.5-1.5B-Instruct \\
         --teacher Qwen/Qwen2.5-7B-Instruct \\
@@ -29,9 +28,9 @@ say, a response is in no loss.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from common.flags import RunArgs, resolve_correction, rules
 from tools.command_line import check_command, run_script
@@ -42,8 +41,8 @@ class Args(RunArgs):
     run_dir: str = "runs/distill"
     """Folder for metrics, checkpoints and the trained model."""
     teacher: tuple[str, ...] = ()
-    """Hugging Face folder or hub name of the teacher. Several teachers: DATA_SOURCE=PATH of each, for the rows with this
-    data_source. self: the policy, with --context."""
+    """Hugging Face folder or hub name of the teacher. Several teachers: DATA_SOURCE=PATH of each, for the rows with
+    this data_source. self: the policy, with --context."""
     context: str = ""
     """File and function, path/to/file.py:name, that writes the teacher's prompt: (row, responses) -> messages, or None
     where it has nothing to say. The first of the responses is the one that is taught, the others are its siblings."""
@@ -138,7 +137,6 @@ from common.distillation.lessons import Lessons, load_teachers, planned_teachers
 from common.distillation.reading import Comparison, spans_of
 from common.metrics import spread
 from common.model.policy import Policy
-from common.rollout import Rollout
 from common.rollouts.answers import answers_of
 from common.run import Run
 from common.segments import group_mean
@@ -255,7 +253,8 @@ def main(args: Args) -> None:
                     taught = [spans_of(microbatch) >= 0 for microbatch in minibatch]            # [T] bool each
                     teacher_weights = losses.token_weights(minibatch, "token-mean", taught)
                     heads = [teacher.whole_head() for teacher in teachers]
-                    for microbatch, weight, is_taught, teacher_weight in zip(minibatch, weights, taught, teacher_weights):
+                    parts = zip(minibatch, weights, taught, teacher_weights)                    # as many on every rank
+                    for microbatch, weight, is_taught, teacher_weight in parts:
                         compare = comparison.of(microbatch, read[id(microbatch)], heads)
                         logp, entropy, loss = policy(microbatch, temperature, also=compare)             # [T] each
                         run.meter.mean("distillation/loss", loss, is_taught)

@@ -1,8 +1,8 @@
-"""A response in the teacher's tokens, and which tokens of both spell the same bytes (GOLD: Patiño et al. 2025, "Unlocking
-On-Policy Distillation for Any Model Family", section "Cross-tokenizer sequence alignment").
+"""A response in the teacher's tokens, and which tokens of both spell the same bytes (GOLD: Patiño et al. 2025,
+"Unlocking On-Policy Distillation for Any Model Family", section "Cross-tokenizer sequence alignment").
 
-Both tokenizations are walked to the bytes at which both have a boundary. What lies between two of them is a span: of one
-token each where both tokenizers agree, and else of several. A token that splits a character of UTF-8 needs no care,
+Both tokenizations are walked to the bytes at which both have a boundary. What lies between two of them is a span: of
+one token each where both tokenizers agree, and else of several. A token that splits a character of UTF-8 needs no care,
 because boundaries are of bytes. The policy can sample bytes that are no text at all; the teacher reads U+FFFD for them,
 and a span with such bytes is left out. So is what follows the byte from which on a teacher's tokens spell another text
 (a normalizer), up to the next special token.
@@ -107,8 +107,8 @@ def as_text(spelt: bytes) -> tuple[str, list[tuple[int, int]]]:
 
 
 def places(length: int, broken: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-    """For each of `length` bytes and the end where it stands in the encoded text, [length + 1] float64; and of each byte
-    of that text whether it is one of a U+FFFD, bool. Within bytes that are no text no place is whole."""
+    """For each of `length` bytes and the end where it stands in the encoded text, [length + 1] float64; and of each
+    byte of that text whether it is one of a U+FFFD, bool. Within bytes that are no text no place is whole."""
     replacement = len("\ufffd".encode())
     place = np.arange(length + 1, dtype=np.float64)
     bad = []

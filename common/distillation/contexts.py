@@ -1,8 +1,8 @@
 """Contexts for --context of distill.py: what a teacher sees that the policy does not.
 
 A context is a function of yours, (row, responses) -> messages or None. `row` has the prompt's messages ("prompt"),
-"data_source", "ground_truth" and "extra_info". `responses` has a dict of each response to the prompt, first that which is
-taught: its "text", its "score" (None: it has none), its "index", and what else the reward function returned, such as
+"data_source", "ground_truth" and "extra_info". `responses` has a dict of each response to the prompt, first that which
+is taught: its "text", its "score" (None: it has none), its "index", and what else the reward function returned, such as
 feedback. None: the teacher has nothing to say of this response.
 """
 

@@ -1,10 +1,10 @@
-"""What a teacher reads where that is not the policy's own sequence: the response after a prompt that says more, or in the
-tokens of another tokenizer. These sequences are made where a response was scored, and sent to the rank that trains on
-it.
+"""What a teacher reads where that is not the policy's own sequence: the response after a prompt that says more, or in
+the tokens of another tokenizer. These sequences are made where a response was scored, and sent to the rank that
+trains on it.
 
-`batch.extra["span"]` says, in both sequences, which tokens are compared with which: tokens with the same number spell the
-same text, and those with -1 are compared with none. The response's tokens are the sampled ones, never encoded again,
-unless the teacher has others.
+`batch.extra["span"]` says, in both sequences, which tokens are compared with which: tokens with the same number spell
+the same text, and those with -1 are compared with none. The response's tokens are the sampled ones, never encoded
+again, unless the teacher has others.
 """
 
 import math
@@ -92,8 +92,8 @@ class Lessons:
         args = run.args
         what = "--context" if self.context is not None else "a --teacher with other tokens than --model"
         if self.are_needed and args.policy.sequence_parallel > 1:
-            raise ValueError(f"{what} needs --policy.sequence-parallel 1, not {args.policy.sequence_parallel}: the ranks "
-                             f"of a sequence cut the teacher's elsewhere")
+            raise ValueError(f"{what} needs --policy.sequence-parallel 1, not {args.policy.sequence_parallel}: the "
+                             f"ranks of a sequence cut the teacher's elsewhere")
         if self.are_needed and run.train_set.has_images:
             raise ValueError(f"{what} does not go with images in --train-data")
         if has_other_tokens and args.rollout.episode:
@@ -105,9 +105,9 @@ class Lessons:
         return [reader.words for reader in self.readers]
 
     def write(self, rollout: Rollout) -> Batch | None:
-        """The sequences that the teachers read, on the CPU, with the numbers of those of `rollout.batch`, which also gets
-        its spans; None: they read those of the policy. All ranks call this together, and raise ValueError for messages
-        that are none. `rollout.batch.response_extra["teacher"]` has been written."""
+        """The sequences that the teachers read, on the CPU, with the numbers of those of `rollout.batch`, which also
+        gets its spans; None: they read those of the policy. All ranks call this together, and raise ValueError for
+        messages that are none. `rollout.batch.response_extra["teacher"]` has been written."""
         if not self.are_needed:
             return None
         responses: dict[int, list[dict[str, Any]]] = {}
@@ -169,8 +169,8 @@ class Lessons:
                 return prompt
             return reader.prompt(sample.prompt.messages)
         if len(sample.sequences) > 1 or prompt != sample.prompt.tokens:
-            raise ValueError(f"{self.flag}: the episode of row {sample.row} of --train-data does not go on from the row's "
-                             f"prompt, or rewrote its history, so no other messages can take the prompt's place: "
+            raise ValueError(f"{self.flag}: the episode of row {sample.row} of --train-data does not go on from the "
+                             f"row's prompt, or rewrote its history, so no other messages can take the prompt's place: "
                              f"--rollout.rewritten-history append, and no tools in the prompt")
         told = responses[sample.group]
         own = [response for response in told if response["index"] == sample.index]

@@ -1,7 +1,7 @@
 """The divergence of policy and teachers in the update: who reads which sequences, and which tokens are compared.
 
-With a teacher of other tokens, at each span of common/distillation/alignment.py both models have seen the same text, and
-what they say next is compared as far as both can say it:
+With a teacher of other tokens, at each span of common/distillation/alignment.py both models have seen the same text,
+and what they say next is compared as far as both can say it:
 
     one token each, the same word    over the words that both vocabularies have, and one event "any other word"
     other tokens                     over two events, "this text" and "another one": p(text) is the product of the
@@ -122,8 +122,8 @@ class Comparison:
 
 
 def spans_of(batch: Batch) -> Tensor:
-    """[T]: a number for each span of the batch's sequences, the same in other versions of them. -1: the token is compared
-    with none, perhaps because one of its span is no longer in `mask` (--correction.reject)."""
+    """[T]: a number for each span of the batch's sequences, the same in other versions of them. -1: the token is
+    compared with none, perhaps because one of its span is no longer in `mask` (--correction.reject)."""
     if "span" not in batch.extra:
         return torch.where(batch.mask, 0, -1)
     span = batch.extra["span"]

@@ -18,8 +18,8 @@ def linear_divergence(student: tuple[Tensor, Head], teacher: tuple[Tensor, Head]
 
     `student`, `teacher`: hidden states [N, H], H of their own, and the head. `divergence` maps log-probs [n, V] of both
     to [n], and autograd differentiates it. It sees n of the N tokens at a time, in forward and again in backward. V is
-    the student's vocabulary: what the teacher's head has beyond it is padding, and is left out. Without `same_words` the
-    teacher's vocabulary is another one, of any size, and `divergence` gets all of it.
+    the student's vocabulary: what the teacher's head has beyond it is padding, and is left out. Without `same_words`
+    the teacher's vocabulary is another one, of any size, and `divergence` gets all of it.
     """
     hidden, head = student
     other_hidden, other = teacher
@@ -69,6 +69,7 @@ def _chunks(hidden: Tensor, weight: Tensor, other_hidden: Tensor, other_weight: 
     """Some rows at a time, and the products of their hidden states with both heads, [n, V] each."""
     with matmul(hidden, weight) as mm:
         head, other_head = mm.operand(weight), mm.operand(other_weight)
-        for rows in slices(len(hidden), max(1, CHUNK_BYTES[hidden.device.type] // 4 // max(len(weight), len(other_weight)))):
+        size = 4 * max(len(weight), len(other_weight))
+        for rows in slices(len(hidden), max(1, CHUNK_BYTES[hidden.device.type] // size)):
             ours, theirs = mm.operand(hidden[rows]), mm.operand(other_hidden[rows])
             yield rows, mm, head, (mm(ours, head.T), mm(theirs, other_head.T))

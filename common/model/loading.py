@@ -205,8 +205,9 @@ def load_policy(path: str, config: ModelConfig, world: World, weights: Weights =
 
 
 def load_frozen(path: str, args: Any, policy: Policy, world: World, any_tokens: bool = False) -> Policy | Reference:
-    """A causal LM that is not trained, with the policy's tokens unless `any_tokens`. For the policy's own folder (--model) it copies the
-    policy's shards if they are still as loaded, and with adapters it is a view of the policy without them."""
+    """A causal LM that is not trained, with the policy's tokens unless `any_tokens`. For the policy's own folder
+    (--model) it copies the policy's shards if they are still as loaded, and with adapters it is a view of the policy
+    without them."""
     if path != args.model:
         read_teacher(path, args.model, args.policy, any_tokens)
         return load_policy(path, args.policy, world, Weights(frozen=True))

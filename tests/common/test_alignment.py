@@ -91,7 +91,7 @@ def test_spans_are_those_of_a_slow_loop(teacher, spellings):
 def test_equal_tokenizers_have_a_span_for_each_token(spellings):
     ours = spellings["ours"]
     words = SharedWords(ours, ours)
-    response = ours.encode(TEXTS[0]) + [ours.end]
+    response = [*ours.encode(TEXTS[0]), ours.end]
     found = align(response, ours, ours, words)
     assert found.tokens == response and found.ours == found.theirs == [*range(len(response))]
     assert len(words.ours) == len(ours.tokenizer) and torch.equal(words.ours, words.theirs)
@@ -117,7 +117,7 @@ def test_a_teacher_that_reads_another_text_is_left_out_from_there_on(spellings):
     lower = Spelling(AutoTokenizer.from_pretrained(ours.tokenizer.name_or_path), ours.end, "t")
     plain = lower.encode
     lower.encode = lambda text: plain(text.replace("A", "a"))
-    response = ours.encode("no A here") + [ours.end]
+    response = [*ours.encode("no A here"), ours.end]
     found = align(response, ours, lower, SharedWords(ours, lower))
     at = next(n for n, token in enumerate(response) if b"A" in ours.text.get(token, b""))
     assert found.ours[:at] == [*range(at)] and set(found.ours[at:-1]) == {-1} and found.ours[-1] == at
@@ -164,7 +164,7 @@ def test_value_and_gradient_are_those_of_a_slow_loop(teacher, divergence, spelli
     """float64, for a response with spans of one and of several tokens: sums of probabilities, one word at a time."""
     ours, theirs = spellings["ours"], spellings[teacher]
     words = SharedWords(ours, theirs)
-    response = ours.encode("naïve 12 apples, 🙂") + [ours.end]
+    response = [*ours.encode("naïve 12 apples, 🙂"), ours.end]
     found = align(response, ours, theirs, words)
     sizes = len(ours.tokenizer) + 2, len(theirs.tokenizer) + 3      # heads are padded
     generator = torch.Generator().manual_seed(1)
@@ -217,7 +217,7 @@ def test_with_equal_tokenizers_the_numbers_are_those_of_today(spellings):
     """To the digit, values and gradients: through words and spans, and token by token."""
     ours = spellings["ours"]
     words = SharedWords(ours, ours)
-    response = ours.encode(TEXTS[0]) + [ours.end]
+    response = [*ours.encode(TEXTS[0]), ours.end]
     generator = torch.Generator().manual_seed(2)
     size = len(ours.tokenizer)
     hidden, weight, their_hidden, their_weight = (torch.randn(rows, 8, generator=generator) / 2
@@ -242,9 +242,11 @@ def test_spans_that_are_certain_have_finite_numbers(spellings):
     weight = torch.full((len(ours.tokenizer), 1), -1e4).index_fill(0, torch.tensor([5]), 1e4)
     token = torch.tensor([5, 5])
     mine = reading.Reading(hidden, Head(weight), token, torch.tensor([0, 0]))
-    other = reading.Reading(torch.zeros(1, 1), Head(torch.zeros(len(theirs.tokenizer), 1)), token[:1], torch.tensor([0]))
-    for divergence in distill.DIVERGENCES.values():
-        comparison = reading.Comparison([], [], lambda p, q: divergence(p, q, 0.5), 1.0)
+    head = Head(torch.zeros(len(theirs.tokenizer), 1))
+    other = reading.Reading(torch.zeros(1, 1), head, token[:1], torch.tensor([0]))
+    for divergence in distill.DIVERGENCES:
+        args = distill.Args(model="m", train_data=("x",), divergence=divergence)
+        comparison = reading.Comparison([], [], distill.divergence_of(args), 1.0)
         value = comparison.of_spans(mine, other, words)
         (grad,) = torch.autograd.grad(value.sum(), hidden)
         assert value.isfinite().all() and grad.isfinite().all() and value[0] > 0.1

@@ -1,5 +1,5 @@
-"""distill.py with a teacher that reads something else than the policy: --context, the average of the policy, and teachers
-of other tokens. Losses and gradients against transformers in float64, layouts, exact resume."""
+"""distill.py with a teacher that reads something else than the policy: --context, the average of the policy, and
+teachers of other tokens. Losses and gradients against transformers in float64, layouts, exact resume."""
 
 from pathlib import Path
 
@@ -155,7 +155,7 @@ def test_a_response_without_a_lesson_has_its_reward_alone(runs):
 def test_episodes_have_lessons(runs):
     """Also those whose code failed: what they said is theirs."""
     for row in metrics_of(runs / "one/episodes"):
-        assert 0 < row["distillation/loss"] and row["actor/grad_norm"] > 0
+        assert row["distillation/loss"] > 0 and row["actor/grad_norm"] > 0
 
 
 def test_adapters_teach_themselves_and_another_model_may_see_more(runs):
@@ -168,7 +168,8 @@ def test_adapters_teach_themselves_and_another_model_may_see_more(runs):
 def spelt_loss(student, teacher, ours, theirs, words, prompt, response, data):
     """The divergence at each span of a response, summed: the policy's events and the teacher's, one after the other."""
     found = align(response, ours, theirs, words)
-    text = theirs.tokenizer.apply_chat_template(data["prompt"], add_generation_prompt=True, return_dict=True)["input_ids"]
+    render = theirs.tokenizer.apply_chat_template
+    text = render(data["prompt"], add_generation_prompt=True, return_dict=True)["input_ids"]
     p, q = ((model(torch.tensor([before + tokens])).logits[0, len(before) - 1 : -1] / 0.7).softmax(-1)
             for model, before, tokens in ((student, prompt, response), (teacher, text, found.tokens)))
     values, singles = [], 0
