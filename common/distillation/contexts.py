@@ -12,9 +12,7 @@ Messages = list[dict[str, Any]]
 
 
 def answered_before(messages: Messages, answer: str, remark: str = "") -> Messages:
-    """The conversation, in which the last question was answered once before. Copying an earlier turn is what small
-    models can do, too; an answer that is only mentioned in the question makes them worse
-    (tests/evidence/distillation.md)."""
+    """The conversation, in which the last question was answered once before, and is asked again."""
     question = messages[-1]
     again = question | {"content": f"{remark}\n\n{question['content']}".strip()}
     return [*messages, {"role": "assistant", "content": answer}, again]

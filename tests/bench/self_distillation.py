@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 
 from tests.conftest import launch, make_tiny_llama
 
-WORDS = ["apple", "book", "cat", "dog", "egg", "fish", "gold", "hand", "ice", "key", "lamp", "milk", "nut", "oil", "pen",
-         "queen"]
+WORDS = ["apple", "book", "cat", "dog", "egg", "fish", "gold", "hand", "ice", "key", "lamp", "milk", "nut", "oil",
+         "pen", "queen"]
 NUM_QUESTIONS = 64
 PLAIN = ["--data.template", "plain", "--policy.compute-dtype", "float32", "--save.every", "0"]
 STEPS = (4, 8, 12, 16, 24, 32)
