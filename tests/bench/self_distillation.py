@@ -1,5 +1,5 @@
-"""Self-distillation (distill.py --teacher self) and grpo.py on a task that a tiny model learns in seconds: rewards by
-step, three seeds. About six CPU minutes.
+"""Self-distillation (distill.py --teacher self) and grpo.py on a task for a tiny model: rewards by step, three seeds.
+About six CPU minutes.
 
     python -m tests.bench.self_distillation runs/self_distillation
 
@@ -22,7 +22,7 @@ WORDS = ["apple", "book", "cat", "dog", "egg", "fish", "gold", "hand", "ice", "k
 NUM_QUESTIONS = 64
 PLAIN = ["--data.template", "plain", "--policy.compute-dtype", "float32", "--save.every", "0"]
 STEPS = (4, 8, 12, 16, 24, 32)
-RATES = ("1e-3", "3e-3")
+RATES = ("3e-3",)
 
 
 def question(number: int) -> str:
