@@ -9,7 +9,18 @@ The policy p samples responses, and at each of their tokens a teacher q says wha
 
 D and its gradient are those of the whole vocabulary, not of the sampled word or of the k best words, and no tensor of
 the size [T, V] exists: logits are computed for some tokens at a time, twice. Part of the data may be answered
-already (--answers-per-step). Several teachers share the rows by data_source.
+already (--answers-per-step). Several teachers share the rows by data_source. A teacher whose tokens are others is
+compared at the texts that both spell (common/distillation/reading.py says which events D is then over).
+
+Self-distillation (--teacher self): q is the policy itself, without a gradient, and its prompt is what --context makes
+of the row x and of the group's responses: feedback, a reference answer, a sibling's success. A response of which
+--context has nothing to say is in no divergence. With --teacher-update-rate a, q is an average of the policy:
+q <- (1 - a) q + a p after each optimizer step. Two papers are settings of it:
+
+    SDPO (Hübotter et al. 2026, arXiv 2601.20802)   D(p(. | x, y_<t), q(. | x, f, y_<t)),   f: feedback or a success
+        --context common/distillation/contexts.py:sibling_success --divergence jsd --teacher-update-rate 0.05
+    SDFT (Shenfeld et al. 2026, arXiv 2601.19897)   KL(p(. | x, y_<t) || q(. | x, c, y_<t)),   c: a demonstration
+        --context common/distillation/contexts.py:reference_answer --divergence reverse-kl
 
     torchrun --standalone --nproc-per-node 8 distill.py --model Qwen/Qwen2.5-1.5B-Instruct \\
         --teacher Qwen/Qwen2.5-7B-Instruct \\
@@ -17,9 +28,9 @@ already (--answers-per-step). Several teachers share the rows by data_source.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from common.flags import RunArgs, resolve_correction, rules
 from tools.command_line import check_command, run_script
@@ -30,8 +41,17 @@ class Args(RunArgs):
     run_dir: str = "runs/distill"
     """Folder for metrics, checkpoints and the trained model."""
     teacher: tuple[str, ...] = ()
-    """Hugging Face folder or hub name of the teacher, which must have the tokens of --model. Several teachers:
-    DATA_SOURCE=PATH of each, for the rows with this data_source."""
+    """Hugging Face folder or hub name of the teacher. Several teachers: DATA_SOURCE=PATH of each, for the rows with
+    this data_source. self: the policy, with --context."""
+    context: str = ""
+    """File and function, path/to/file.py:name, that writes the teacher's prompt: (row, responses) -> messages, or None
+    where it has nothing to say. The first of the responses is the one that is taught, the others are its siblings."""
+    max_context_length: int = 0
+    """Tokens of the longest prompt of --context; a longer one teaches nothing and is counted. 0: the model's own limit.
+    Needs --context."""
+    teacher_update_rate: float = 0.0
+    """Share of the way to the policy that the teacher moves after each optimizer step: it is an average, in float32. 0:
+    the teacher is the policy of the moment. Needs --teacher self."""
 
     # batch sizes: global, over all ranks
     prompts_per_step: int = 128
@@ -84,9 +104,19 @@ def check(args: Args) -> dict[str, str]:
                          f"each data_source")
     if len(paths) > 1 and args.policy.sequence_parallel > 1:
         raise ValueError(f"several --teacher need --policy.sequence-parallel 1, not {args.policy.sequence_parallel}")
+    if ("self" in paths.values() and not args.context) or (args.context and len(paths) > 1):
+        raise ValueError(f"--teacher {' '.join(args.teacher)} and --context {args.context or 'none'}: self needs a "
+                         f"--context, and that needs one --teacher")
+    if args.context and args.policy.sequence_parallel > 1:
+        raise ValueError(f"--context needs --policy.sequence-parallel 1, not {args.policy.sequence_parallel}")
+    if args.teacher_update_rate and args.lora.rank:
+        raise ValueError(f"--teacher-update-rate {args.teacher_update_rate:g}: the average has no adapters, leave out "
+                         f"--lora.rank or the average")
     if args.lora.rank and args.model in paths.values():
         raise ValueError(f"--teacher {args.model} is --model, which is held once, below the adapters: leave out "
                          f"--lora.rank, or choose another teacher")
+    rules.check_shares({"--teacher-update-rate": args.teacher_update_rate})
+    rules.check_at_least(0, {"--max-context-length": args.max_context_length})
     if not 0 < args.beta < 1 or args.top_k < 0 or args.answers_per_step < 0 or args.reward_coef < 0:
         raise ValueError(f"--beta {args.beta} must be in (0, 1), --top-k {args.top_k}, --answers-per-step "
                          f"{args.answers_per_step} and --reward-coef {args.reward_coef} at least 0")
@@ -103,9 +133,10 @@ from torch.distributed.elastic.multiprocessing import errors
 from common import losses
 from common.batch import Batch
 from common.correction import importance_weights, reject_and_weight
-from common.kernels import Head, linear_divergence
+from common.distillation.lessons import Lessons, load_teachers, planned_teachers, teachers_of
+from common.distillation.reading import Comparison, spans_of
 from common.metrics import spread
-from common.rollout import Rollout
+from common.model.policy import Policy
 from common.rollouts.answers import answers_of
 from common.run import Run
 from common.segments import group_mean
@@ -128,24 +159,9 @@ def jensen_shannon(logp: Tensor, logq: Tensor, beta: float) -> Tensor:
 DIVERGENCES = {"reverse-kl": reverse_kl, "forward-kl": forward_kl, "jsd": jensen_shannon}
 
 
-def compare(microbatch: Batch, teachers: Sequence[Any], heads: list[Head], args: Args) -> Callable[..., Tensor]:
-    """Let each teacher read its sequences [S'] of the micro-batch. Returns the function by which the policy computes
-    the divergence of each of the N sampled tokens, from its own hidden states [N, H] and its head."""
-    of_sequence = microbatch.response_extra["teacher"]                                          # [S]
-    of_token = of_sequence[microbatch.sequence_ids[microbatch.sampled]]                         # [N]
-    found = []
-    for number, (teacher, head) in enumerate(zip(teachers, heads)):
-        part = microbatch
-        if len(teachers) > 1:
-            own = (of_sequence == number).nonzero()[:, 0]                                       # [S']
-            # without a sequence of its own it reads a dummy: FSDP's collectives must match on all ranks
-            part = microbatch.dummy()
-            if len(own):
-                part = microbatch.select(own)
-        found.append((teacher.hidden_states(part), head))
-        teacher.free_unsharded()
-
-    def divergence(logp: Tensor, logq: Tensor) -> Tensor:                                       # [n, V] each -> [n]
+def divergence_of(args: Args) -> Callable[[Tensor, Tensor], Tensor]:
+    """The function of two models' log-probs [n, V] that is minimised: [n]."""
+    def divergence(logp: Tensor, logq: Tensor) -> Tensor:
         if args.top_k:
             ranked = logp
             if args.top_k_of == "teacher":
@@ -155,28 +171,14 @@ def compare(microbatch: Batch, teachers: Sequence[Any], heads: list[Head], args:
             logq = logq.gather(1, words)
         return DIVERGENCES[args.divergence](logp, logq, args.beta)
 
-    def of_all(hidden: Tensor, head: Head) -> Tensor:                                           # -> [N]
-        if len(found) == 1:         # sequence parallel may have cut N, and then `of_token` is too long
-            return linear_divergence((hidden, head), found[0], divergence, args.rollout.temperature)
-        parts = []
-        for number, theirs in enumerate(found):
-            own = of_token == number                                                            # [N] bool
-            parts.append(linear_divergence((hidden[own], head), theirs, divergence, args.rollout.temperature))
-        by_teacher = of_token.argsort(stable=True)      # the tokens in the order in which `parts` have them
-        return torch.cat(parts)[by_teacher.argsort()]
-
-    return of_all
+    return divergence
 
 
-def teachers_of(rollout: Rollout, paths: dict[str, str]) -> Tensor:
-    """The number of the teacher of each sequence of this rank's batch: [S] int64."""
-    numbers = []
-    for _, sample, *_ in rollout.sequences():
-        number = 0
-        if len(paths) > 1:
-            number = list(paths).index(sample.prompt.data_source)
-        numbers.append(number)
-    return torch.tensor(numbers, dtype=torch.int64)
+@torch.no_grad()
+def follow(teacher: Policy, policy: Policy, rate: float) -> None:
+    """Move the teacher by this share of its way to the policy."""
+    for theirs, ours in zip(teacher.parameters(), policy.parameters(), strict=True):
+        theirs.lerp_(ours.to(theirs.dtype), rate)
 
 
 def answers_as_sampled(microbatch: Batch, logp: Tensor, num_sampled: int) -> Batch:
@@ -195,9 +197,12 @@ def main(args: Args) -> None:
         if "" not in paths and paths.keys() != run.train_set.loaded.data_sources:
             raise ValueError(f"--teacher {' '.join(args.teacher)} must name each data_source of --train-data and no "
                              f"other: {', '.join(sorted(run.train_set.loaded.data_sources))}")
-        engine, max_tokens = run.start_engine(args.max_tokens_per_gpu, tuple(paths.values()))
+        is_averaged = args.teacher_update_rate > 0
+        engine, max_tokens = run.start_engine(args.max_tokens_per_gpu, planned_teachers(args.model, paths, is_averaged))
+        lessons = Lessons(run, [*paths.values()], args.context, args.max_context_length)
         policy, optimizer = run.load_policy("policy", args.model, args.optim)
-        teachers = [run.load_frozen(f"teacher {source}", path) for source, path in paths.items()]
+        teachers = load_teachers(run, paths, is_averaged)
+        comparison = Comparison(teachers, lessons.words, divergence_of(args), temperature)
         run.describe(
             f"{args.divergence} to {len(teachers)} teacher(s), top k {args.top_k}; reward coef {args.reward_coef:g}; "
             f"{args.answers_per_step} rows with the data's answer",
@@ -217,7 +222,8 @@ def main(args: Args) -> None:
             rewards = rollout.scores                                                            # [S] NaN: no reward
             advantages = args.reward_coef * (rewards - group_mean(rewards, rollout.group)).nan_to_num()     # [S]
             rollout.batch.advantage = rollout.to_tokens(advantages)                             # [T] of this rank
-            rollout.batch.response_extra["teacher"] = teachers_of(rollout, paths)               # [S]
+            rollout.batch.response_extra["teacher"] = teachers_of(rollout, [*paths])            # [S]
+            lesson = lessons.write(rollout)                     # what the teachers read, if not what the policy does
 
             # 3 mini-batches: each response moves to the rank that trains on it
             # the loss is on every token that was sampled: the stop token, and all of a truncated response
@@ -225,9 +231,12 @@ def main(args: Args) -> None:
             is_dropped = [sample.response.end_reason in args.rollout.drop for _, sample, *_ in rollout.sequences()]
             is_dropped_token = torch.tensor(is_dropped, dtype=torch.bool)[rollout.batch.sequence_ids]   # [T]
             in_loss = ~rollout.any_token(is_dropped_token)                                      # [S]
+            if lesson is not None and not args.reward_coef:     # what no teacher reads has no loss
+                in_loss &= rollout.any_token(spans_of(rollout.batch) >= 0)
             minibatches = run.to_minibatches(rollout, in_loss, args.minibatches_per_step, max_tokens, step)
+            read = lessons.deliver(lesson, minibatches)                                         # micro-batch -> Batch
 
-            # 4 log-probs: the old policy's, where the correction needs them; the teachers' heads
+            # 4 log-probs: the old policy's, where the correction needs them
             if correction.needs_old_logp():
                 with run.phase("old_log_prob", minibatches) as microbatches:
                     for microbatch in microbatches:
@@ -235,26 +244,33 @@ def main(args: Args) -> None:
                         known = answers_as_sampled(microbatch, microbatch.old_logp, len(sampled))
                         microbatch.rollout_logp = known.rollout_logp
             reject_and_weight(minibatches, rewards, correction, run.meter)
-            heads = [teacher.whole_head() for teacher in teachers]
 
             # 5 update
             with run.phase("update_actor", minibatches * args.epochs_per_step) as update:
                 for minibatch in update.minibatches:
                     # a token's weight is 1 / count over the mini-batch on all ranks, however it was cut
                     weights = losses.token_weights(minibatch, "token-mean")
-                    for microbatch, weight in zip(minibatch, weights):                          # as many on every rank
-                        divergence_of = compare(microbatch, teachers, heads, args)
-                        logp, entropy, loss = policy(microbatch, temperature, also=divergence_of)       # [T] each
-                        run.meter.mean("distillation/loss", loss, microbatch.mask)
+                    taught = [spans_of(microbatch) >= 0 for microbatch in minibatch]            # [T] bool each
+                    teacher_weights = losses.token_weights(minibatch, "token-mean", taught)
+                    heads = [teacher.whole_head() for teacher in teachers]
+                    parts = zip(minibatch, weights, taught, teacher_weights)                    # as many on every rank
+                    for microbatch, weight, is_taught, teacher_weight in parts:
+                        compare = comparison.of(microbatch, read[id(microbatch)], heads)
+                        logp, entropy, loss = policy(microbatch, temperature, also=compare)             # [T] each
+                        run.meter.mean("distillation/loss", loss, is_taught)
+                        run.meter.mean("distillation/taught_frac", is_taught.float(), microbatch.mask)
                         known = answers_as_sampled(microbatch, logp.detach(), len(sampled))
                         # 1 without --correction.weights: then it only measures how far the engine is from the trainer
                         correct_by = importance_weights(known, logp, correction, run.meter)
+                        loss = (loss * teacher_weight).sum()
                         if args.reward_coef:
-                            loss = loss - microbatch.advantage * correct_by * logp
-                        (run.world.size * (loss * weight).sum()).backward()                     # FSDP averages: undo it
+                            loss = loss - (microbatch.advantage * correct_by * logp * weight).sum()
+                        (run.world.size * loss).backward()                                      # FSDP averages: undo it
                         update.done(microbatch, logp, entropy)
+                    del heads                               # of weights that change, and the engine needs their memory
                     update.optimizer_step(policy, optimizer, args.optim, step)
-            del heads                                       # the engine needs their memory
+                    if is_averaged:
+                        follow(teachers[0], policy, args.teacher_update_rate)
 
             # 6 log, validate, save
             metrics = spread("critic/score", rewards) | spread("critic/rewards", rewards)

@@ -65,7 +65,11 @@ def check_paths(args: Any) -> None:
             check_model(given[flag], flag, is_evaluated="--compare" in given)
     teachers = given.get("--teacher") or ()
     for teacher in (teachers,) if isinstance(teachers, str) else teachers:      # one of grpo_variants.py, or several
-        check_model(teacher.rpartition("=")[2], "--teacher")
+        path = teacher.rpartition("=")[2]
+        if path != "self":                                                      # the policy, in distill.py
+            check_model(path, "--teacher")
+    if given.get("--context"):
+        check_function(given["--context"], "--context", "context")
     for flag, name in {"--train-data": "--train-data", "--val-data": "--val-data", "--files": "--data"}.items():
         if given.get(flag):
             find_files(given[flag], name)

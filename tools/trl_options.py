@@ -16,7 +16,7 @@ NO_SCRIPT = {  # TRL's script or configuration -> what is nearest to it here
                     "online_dpo.py trains on pairs of the policy's own responses"),
     **dict.fromkeys(("prm", "PRMConfig"), "rm.py trains a reward model of whole answers"),
     **dict.fromkeys(("sdft", "sdpo", "ssd", "gold", "GOLDConfig"),
-                    "distill.py distils from a teacher with the same tokens"),
+                    "distill.py has --teacher self with --context, and teachers of other tokens"),
     "mpo_vlm": "dpo.py trains on preference pairs with images with --loss dpo or ipo",
     **dict.fromkeys(("async_grpo", "AsyncGRPOConfig"),
                     "async_grpo.py trains so, with samplers on ranks of the same job: docs/asynchronous.md"),

@@ -11,21 +11,26 @@ CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}      # of the logits; about e
 
 
 def linear_divergence(student: tuple[Tensor, Head], teacher: tuple[Tensor, Head],
-                      divergence: Callable[[Tensor, Tensor], Tensor], temperature: float = 1.0) -> Tensor:
+                      divergence: Callable[[Tensor, Tensor], Tensor], temperature: float = 1.0,
+                      same_words: bool = True) -> Tensor:
     """divergence(log p, log q) of each token, p the student's softmax(logits / temperature) and q the teacher's:
     float32 [N], float64 where the inputs are, with the gradient by the student's hidden states and head.
 
     `student`, `teacher`: hidden states [N, H], H of their own, and the head. `divergence` maps log-probs [n, V] of both
     to [n], and autograd differentiates it. It sees n of the N tokens at a time, in forward and again in backward. V is
-    the student's vocabulary: what the teacher's head has beyond it is padding, and is left out.
+    the student's vocabulary: what the teacher's head has beyond it is padding, and is left out. Without `same_words`
+    the teacher's vocabulary is another one, of any size, and `divergence` gets all of it.
     """
     hidden, head = student
     other_hidden, other = teacher
+    other_weight = other.weight
+    if same_words:
+        other_weight = other_weight[: len(head.weight)]
 
     def of_products(ours: Tensor, theirs: Tensor) -> Tensor:
         return divergence(_log_softmax(ours, head, temperature), _log_softmax(theirs, other, temperature))
 
-    return _LinearDivergence.apply(hidden, head.weight, other_hidden, other.weight[: len(head.weight)], of_products)
+    return _LinearDivergence.apply(hidden, head.weight, other_hidden, other_weight, of_products)
 
 
 def _log_softmax(product: Tensor, head: Head, temperature: float) -> Tensor:
@@ -64,6 +69,7 @@ def _chunks(hidden: Tensor, weight: Tensor, other_hidden: Tensor, other_weight: 
     """Some rows at a time, and the products of their hidden states with both heads, [n, V] each."""
     with matmul(hidden, weight) as mm:
         head, other_head = mm.operand(weight), mm.operand(other_weight)
-        for rows in slices(len(hidden), max(1, CHUNK_BYTES[hidden.device.type] // 4 // len(weight))):
+        size = 4 * max(len(weight), len(other_weight))
+        for rows in slices(len(hidden), max(1, CHUNK_BYTES[hidden.device.type] // size)):
             ours, theirs = mm.operand(hidden[rows]), mm.operand(other_hidden[rows])
             yield rows, mm, head, (mm(ours, head.T), mm(theirs, other_head.T))

@@ -93,7 +93,7 @@ class MemoryPlan:
             self._add_frozen(args, hf_config, ranks, frozen)
         elif frozen:
             for path in filter(None, frozen):
-                self.teachers.append(self._add_frozen(args, hf_config, ranks, path))
+                self.teachers.append(self._add_frozen(args, hf_config, ranks, path, any_tokens=True))
         if "reward_model" in given and args.reward_model.path:
             config = check_reward_model(args.reward_model, policy, longest)
             self.reward_model_gb = Model(config, policy, ranks, AutoModel).frozen_gb
@@ -104,14 +104,15 @@ class MemoryPlan:
         if policy.share_prompt:
             self.keys += keys_per_token(args.rollout, longest)
 
-    def _add_frozen(self, args: Any, hf_config: PretrainedConfig, ranks: int, path: str) -> Model:
-        """Count a frozen policy or a teacher."""
+    def _add_frozen(self, args: Any, hf_config: PretrainedConfig, ranks: int, path: str,
+                    any_tokens: bool = False) -> Model:
+        """Count a frozen policy or a teacher, which may have any tokens in distill.py."""
         if path == args.model:
             check_context(hf_config, self.longest, f"--model {path}")
             if not args.lora.rank:                                      # else it is below the adapters
                 self.reference_gb += self.policy.frozen_gb
             return self.policy
-        config = read_teacher(path, args.model, args.policy)
+        config = read_teacher(path, args.model, args.policy, any_tokens)
         check_context(config, self.longest, f"--teacher {path}")
         model = Model(config, args.policy, ranks)
         self.reference_gb += model.frozen_gb

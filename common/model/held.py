@@ -49,11 +49,13 @@ class Models:
         """A backbone with a scalar head, and its optimizer."""
         return self._load(name, load_critic, path, optim)
 
-    def load_frozen(self, name: str, path: str, is_saved: bool = False) -> Policy | Reference:
+    def load_frozen(self, name: str, path: str, is_saved: bool = False,
+                    any_tokens: bool = False) -> Policy | Reference:
         """A causal LM without a gradient, in the compute dtype. With adapters, and for the policy's own `path`, it is
-        the policy without them. `is_saved`: checkpoints hold it, because the script copies other weights into it."""
+        the policy without them. `is_saved`: checkpoints hold it, because the script copies other weights into it.
+        `any_tokens`: its tokens need not be the policy's."""
         self._before_loading(name)
-        model = load_frozen(path, self.args, self.policy, self.world)
+        model = load_frozen(path, self.args, self.policy, self.world, any_tokens)
         if isinstance(model, PackedModel):
             self.models[name] = model
         if is_saved:

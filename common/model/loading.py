@@ -143,15 +143,18 @@ def read_critic(path: str, config: ModelConfig, ours: PretrainedConfig) -> Pretr
     return hf_config
 
 
-def read_teacher(path: str, model: str, config: ModelConfig) -> PretrainedConfig:
-    """The config of --teacher, or of another frozen model. Raises ValueError if its tokens are not those of `model`."""
+def read_teacher(path: str, model: str, config: ModelConfig, any_tokens: bool = False) -> PretrainedConfig:
+    """The config of --teacher, or of another frozen model. Raises ValueError if its tokens are not those of `model`,
+    unless `any_tokens`."""
     hf_config = read_config(path, config, "--teacher")
     ours_config = read_config(model, config)
-    check_vocabulary(hf_config, ours_config, f"--teacher {path}")
     check_sight(hf_config, ours_config, f"--teacher {path}")
     theirs = read_tokenizer(path, config, "--teacher").get_vocab()
     ours = read_tokenizer(model, config).get_vocab()
     differing = sorted(ours.items() ^ theirs.items())
+    if differing and any_tokens:
+        return hf_config
+    check_vocabulary(hf_config, ours_config, f"--teacher {path}")
     if differing:
         token, number = differing[0]
         raise ValueError(f"--teacher {path} must have the tokens of --model: only one has {token!r} as {number}")
@@ -201,11 +204,12 @@ def load_policy(path: str, config: ModelConfig, world: World, weights: Weights =
     return policy
 
 
-def load_frozen(path: str, args: Any, policy: Policy, world: World) -> Policy | Reference:
-    """A causal LM that is not trained, with the policy's tokens. For the policy's own folder (--model) it copies the
-    policy's shards if they are still as loaded, and with adapters it is a view of the policy without them."""
+def load_frozen(path: str, args: Any, policy: Policy, world: World, any_tokens: bool = False) -> Policy | Reference:
+    """A causal LM that is not trained, with the policy's tokens unless `any_tokens`. For the policy's own folder
+    (--model) it copies the policy's shards if they are still as loaded, and with adapters it is a view of the policy
+    without them."""
     if path != args.model:
-        read_teacher(path, args.model, args.policy)
+        read_teacher(path, args.model, args.policy, any_tokens)
         return load_policy(path, args.policy, world, Weights(frozen=True))
     if args.lora.rank:
         return Reference(policy)

@@ -11,6 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import distill
 from common.batch import Batch
+from common.distillation.reading import Comparison
+from common.kernels import Head
 from common.memory.plan import MemoryPlan
 from tests.conftest import STOPS, launch, launch_all, make_tiny_llama
 from tests.engine.episode_runs import FILE
@@ -294,12 +296,13 @@ def test_a_batch_is_dealt_to_its_teachers():
         def free_unsharded(self):
             pass
 
-    heads = [distill.Head(torch.tensor([[0.0], [0.0]])) for _ in range(3)]
+    heads = [Head(torch.tensor([[0.0], [0.0]])) for _ in range(3)]
     args = distill.Args(model="m", train_data=("x",), teacher=("a=x", "b=y", "c=z"))
-    found = distill.compare(batch, [Teacher(n) for n in range(3)], heads, args)
+    comparison = Comparison([Teacher(n) for n in range(3)], [None] * 3, distill.divergence_of(args), 1.0)
+    found = comparison.of(batch, batch, heads)
     assert read == [(0, [4, 5], 1), (1, [], 1), (2, [3, 6], 2)]
     hidden = torch.tensor([[0.0], [1.0], [2.0], [3.0]])
-    values = found(hidden, distill.Head(torch.tensor([[1.0], [0.0]])))
+    values = found(hidden, Head(torch.tensor([[1.0], [0.0]])))
     logp = torch.stack([hidden[:, 0], torch.zeros(4)], dim=1).log_softmax(1)
     want = (logp.exp() * (logp - torch.tensor(0.5).log())).sum(1)
     assert values.tolist() == pytest.approx(want.tolist(), abs=1e-6)

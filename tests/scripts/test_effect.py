@@ -21,7 +21,7 @@ prompts-per-step samples-per-prompt rows-per-step answers-per-step minibatches-p
 max-tokens-per-gpu prompts-per-chunk compare episode files prompt rows samples
 clip-low clip-high clip-dual norm-by-std kl-loss-coef kl-reward-coef entropy-coef aggregation max-gen-batches
 on-few-groups overlong-buffer mask-truncated baseline gamma lam critic-model critic-warmup-steps value-clip
-advantage advantage-per-step advantage-per-role reward-coef loss teacher divergence
+advantage advantage-per-step advantage-per-role reward-coef loss teacher context divergence
 top-k beta label-smoothing centre-coef answer-key refresh-reference-every eval-n eval-prompts
 policy.compute-dtype policy.replicas policy.sequence-parallel policy.expert-parallel policy.router-float32
 policy.trust-remote-code
@@ -74,7 +74,7 @@ def set_flag(args: typing.Any, flag: str, is_on: bool, wanted: typing.Sequence[s
         value = [*(on if is_on else set(choices) - {*on}), None][0]
         value = ((value,) if is_on else ()) if is_several else value
     elif is_several:
-        value = ("x",) if is_on else ()
+        value = (wanted[0] if wanted else "x",) if is_on else ()
     else:
         value = {"str": '{"x": 1}' if is_on else "", "bool": is_on}.get(getattr(kind, "__name__", ""), 7 * is_on)
     object.__setattr__(owner, name, value)
