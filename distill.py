@@ -9,7 +9,8 @@ The policy p samples responses, and at each of their tokens a teacher q says wha
 
 D and its gradient are those of the whole vocabulary, not of the sampled word or of the k best words, and no tensor of
 the size [T, V] exists: logits are computed for some tokens at a time, twice. Part of the data may be answered
-already (--answers-per-step). Several teachers share the rows by data_source.
+already (--answers-per-step). Several teachers share the rows by data_source. A teacher behind a server tells its k best
+words; all others are one class, the rest (common/distillation/served.py).
 
     torchrun --standalone --nproc-per-node 8 distill.py --model Qwen/Qwen2.5-1.5B-Instruct \\
         --teacher Qwen/Qwen2.5-7B-Instruct \\
@@ -18,10 +19,11 @@ already (--answers-per-step). Several teachers share the rows by data_source.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from common.flags import RunArgs, resolve_correction, rules
+from common.flags.served import ServedConfig, check_served
 from tools.command_line import check_command, run_script
 
 
@@ -30,8 +32,9 @@ class Args(RunArgs):
     run_dir: str = "runs/distill"
     """Folder for metrics, checkpoints and the trained model."""
     teacher: tuple[str, ...] = ()
-    """Hugging Face folder or hub name of the teacher, which must have the tokens of --model. Several teachers:
-    DATA_SOURCE=PATH of each, for the rows with this data_source."""
+    """Hugging Face folder or hub name of the teacher, which must have the tokens of --model, or the address of a server
+    that returns log-probs of prompts, http://host:port/v1#MODEL (needs --top-k). Several teachers: DATA_SOURCE=PATH of
+    each, for the rows with this data_source."""
 
     # batch sizes: global, over all ranks
     prompts_per_step: int = 128
@@ -56,12 +59,13 @@ class Args(RunArgs):
     beta: float = 0.5
     """jsd: the teacher's share of the mixture, in (0, 1). Needs --divergence jsd."""
     top_k: int = 0
-    """Sum only over the k most probable words, for comparison with what others compute. 0: over the whole vocabulary.
-    """
+    """Sum only over the k most probable words, for comparison with what others compute; with a teacher behind a server
+    over these and the rest as one class. 0: over the whole vocabulary."""
     top_k_of: Literal["teacher", "student"] = "teacher"
     """Whose words --top-k takes. Needs --top-k."""
     reward_coef: float = 0.0
     """Factor of the policy gradient of the rewards. 0: scores are only reported."""
+    served: ServedConfig = field(default_factory=ServedConfig)
 
 
 def check(args: Args) -> dict[str, str]:
@@ -90,6 +94,8 @@ def check(args: Args) -> dict[str, str]:
     if not 0 < args.beta < 1 or args.top_k < 0 or args.answers_per_step < 0 or args.reward_coef < 0:
         raise ValueError(f"--beta {args.beta} must be in (0, 1), --top-k {args.top_k}, --answers-per-step "
                          f"{args.answers_per_step} and --reward-coef {args.reward_coef} at least 0")
+    check_served(paths.values(), args.served, args.top_k, args.top_k_of, args.rollout.temperature,
+                 args.policy.sequence_parallel)
     return paths
 
 
@@ -103,6 +109,7 @@ from torch.distributed.elastic.multiprocessing import errors
 from common import losses
 from common.batch import Batch
 from common.correction import importance_weights, reject_and_weight
+from common.distillation import served
 from common.kernels import Head, linear_divergence
 from common.metrics import spread
 from common.rollout import Rollout
@@ -142,6 +149,9 @@ def compare(microbatch: Batch, teachers: Sequence[Any], heads: list[Head], args:
             part = microbatch.dummy()
             if len(own):
                 part = microbatch.select(own)
+        if head is None:
+            found.append(served.best_words(part))
+            continue
         found.append((teacher.hidden_states(part), head))
         teacher.free_unsharded()
 
@@ -155,13 +165,18 @@ def compare(microbatch: Batch, teachers: Sequence[Any], heads: list[Head], args:
             logq = logq.gather(1, words)
         return DIVERGENCES[args.divergence](logp, logq, args.beta)
 
+    def between(student: tuple[Tensor, Head], theirs: Any) -> Tensor:                           # [n]
+        if isinstance(theirs, served.BestWords):
+            return DIVERGENCES[args.divergence](*served.classes(student, theirs, args.rollout.temperature), args.beta)
+        return linear_divergence(student, theirs, divergence, args.rollout.temperature)
+
     def of_all(hidden: Tensor, head: Head) -> Tensor:                                           # -> [N]
         if len(found) == 1:         # sequence parallel may have cut N, and then `of_token` is too long
-            return linear_divergence((hidden, head), found[0], divergence, args.rollout.temperature)
+            return between((hidden, head), found[0])
         parts = []
         for number, theirs in enumerate(found):
             own = of_token == number                                                            # [N] bool
-            parts.append(linear_divergence((hidden[own], head), theirs, divergence, args.rollout.temperature))
+            parts.append(between((hidden[own], head), theirs))
         by_teacher = of_token.argsort(stable=True)      # the tokens in the order in which `parts` have them
         return torch.cat(parts)[by_teacher.argsort()]
 
@@ -195,9 +210,10 @@ def main(args: Args) -> None:
         if "" not in paths and paths.keys() != run.train_set.loaded.data_sources:
             raise ValueError(f"--teacher {' '.join(args.teacher)} must name each data_source of --train-data and no "
                              f"other: {', '.join(sorted(run.train_set.loaded.data_sources))}")
+        served_teachers = served.start_teachers(run, paths.values(), args.top_k, args.served)
         engine, max_tokens = run.start_engine(args.max_tokens_per_gpu, tuple(paths.values()))
         policy, optimizer = run.load_policy("policy", args.model, args.optim)
-        teachers = [run.load_frozen(f"teacher {source}", path) for source, path in paths.items()]
+        teachers = served_teachers or [run.load_frozen(f"teacher {source}", path) for source, path in paths.items()]
         run.describe(
             f"{args.divergence} to {len(teachers)} teacher(s), top k {args.top_k}; reward coef {args.reward_coef:g}; "
             f"{args.answers_per_step} rows with the data's answer",
@@ -225,6 +241,10 @@ def main(args: Args) -> None:
             is_dropped = [sample.response.end_reason in args.rollout.drop for _, sample, *_ in rollout.sequences()]
             is_dropped_token = torch.tensor(is_dropped, dtype=torch.bool)[rollout.batch.sequence_ids]   # [T]
             in_loss = ~rollout.any_token(is_dropped_token)                                      # [S]
+            if served_teachers:
+                with run.timer("teacher"):
+                    numbers = rollout.batch.response_extra["teacher"]
+                    served.write_best_words(rollout, in_loss, served_teachers, numbers, run.meter)
             minibatches = run.to_minibatches(rollout, in_loss, args.minibatches_per_step, max_tokens, step)
 
             # 4 log-probs: the old policy's, where the correction needs them; the teachers' heads

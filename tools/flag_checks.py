@@ -12,6 +12,7 @@ from urllib.request import getproxies
 from common.flags.data import find_files
 from common.flags.rules import check_sampling, num_shards
 from common.flags.secrets import flags_of
+from common.flags.served import is_served
 from common.source.folder import check_folder
 from rewards.runtime.pool import check_reward
 from tools.model_name import resolve
@@ -63,7 +64,9 @@ def check_paths(args: Any) -> None:
             check_model(given[flag], flag, is_evaluated="--compare" in given)
     teachers = given.get("--teacher") or ()
     for teacher in (teachers,) if isinstance(teachers, str) else teachers:      # one of grpo_variants.py, or several
-        check_model(teacher.rpartition("=")[2], "--teacher")
+        path = teacher.rpartition("=")[2]
+        if not (is_served(path) and "--served.cache" in given):                 # a server is asked at the start
+            check_model(path, "--teacher")
     for flag, name in {"--train-data": "--train-data", "--val-data": "--val-data", "--files": "--data"}.items():
         if given.get(flag):
             find_files(given[flag], name)

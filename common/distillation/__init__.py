@@ -1,0 +1,1 @@
+"""Teachers of distill.py that are not models of this process."""

@@ -1,0 +1,82 @@
+"""The flags of teachers behind a server, --served.*, and how their address is read."""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+
+@dataclass
+class ServedConfig:
+    """How teachers behind a server are asked."""
+
+    cache: str = ""
+    """Folder with the answers of the server, on a disk that all ranks see. A sequence that is in it is not asked again.
+    Default: teacher/ in --run-dir."""
+    api_key_env: str = ""
+    """Name of the environment variable that holds the key of the server, sent as a bearer token. Default: no key."""
+    concurrency: int = 16
+    """Most requests that a rank has in flight, of one sequence each; the server batches them."""
+    timeout_s: float = 120.0
+    """Seconds that one request may take."""
+    wait_s: float = 600.0
+    """Seconds for which a request is repeated while the server is gone, busy, or has no whole answer."""
+
+
+class Address(NamedTuple):
+    """Where a teacher is served."""
+
+    url: str  # of the interface, http://host:port/v1
+    model: str  # its name at the server; "": the only one
+    revision: str  # of the user's own counting, "": none
+
+
+def is_served(path: str) -> bool:
+    return path.startswith(("http://", "https://"))
+
+
+def read_address(path: str) -> Address:
+    """`http://host:port/v1`, or `http://host:port/v1#MODEL`, or `...#MODEL@REVISION`. Raises ValueError."""
+    parts = urlsplit(path)
+    if "@" in parts.netloc or parts.query:
+        raise ValueError(f"--teacher {parts.scheme}://{parts.hostname}: an address has no password and no ? in it: "
+                         f"name the variable that holds the key with --served.api-key-env")
+    try:
+        has_host = bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of a port that is no number
+        has_host = False
+    if not has_host:
+        raise ValueError(f"--teacher {path} must be http://host:port/v1, or http://host:port/v1#MODEL@REVISION")
+    model, _, revision = parts.fragment.partition("@")
+    return Address(parts._replace(fragment="").geturl().rstrip("/"), model, revision)
+
+
+def check_served(paths: Iterable[str], config: ServedConfig, top_k: int, top_k_of: str, temperature: float,
+                 sequence_parallel: int) -> bool:
+    """Whether the teachers are served. Raises ValueError for flags that cannot work with them."""
+    served = [path for path in paths if is_served(path)]
+    if not served:
+        if config != ServedConfig():
+            raise ValueError("--served.* does nothing without a --teacher http://host:port/v1: leave it out")
+        return False
+    if len(served) < len([*paths]):
+        raise ValueError(f"--teacher {' '.join(paths)} must be all behind servers or none: the loss of a teacher behind "
+                         f"a server has its k best words and one class for the rest")
+    for path in served:
+        read_address(path)
+    if top_k < 1 or top_k_of != "teacher":
+        raise ValueError(f"--top-k {top_k} --top-k-of {top_k_of}: a teacher behind a server tells its k best words, so "
+                         f"--top-k must be at least 1 (at most the server's --max-logprobs), of the teacher")
+    if temperature != 1:
+        raise ValueError(f"--rollout.temperature {temperature:g} must be 1 with a teacher behind a server, whose "
+                         f"log-probs of the k best words are those of temperature 1")
+    if sequence_parallel > 1:
+        raise ValueError(f"--policy.sequence-parallel {sequence_parallel} must be 1 with a teacher behind a server")
+    if config.concurrency < 1 or config.timeout_s <= 0 or config.wait_s < 0:
+        raise ValueError(f"--served.concurrency {config.concurrency} must be at least 1, --served.timeout-s "
+                         f"{config.timeout_s:g} above 0 and --served.wait-s {config.wait_s:g} at least 0")
+    if config.api_key_env and not os.environ.get(config.api_key_env):
+        raise ValueError(f"--served.api-key-env {config.api_key_env}: this environment variable is not set; set it "
+                         f"where the trainer starts")
+    return True
