@@ -165,14 +165,15 @@ def check_tokenizer(client: Client, probes: Probes) -> None:
     tokenizer = probes.tokenizer
     texts = [TEXT, tokenizer.decode(probes.tokens), "".join(sorted(tokenizer.get_added_vocab())[:100])]
     for text in filter(None, texts):
-        ours = tokenizer(text, add_special_tokens=False).input_ids[: probes.max_length]
-        text = tokenizer.decode(ours) if len(ours) == probes.max_length else text
         ours = tokenizer(text, add_special_tokens=False).input_ids
+        if len(ours) > probes.max_length:
+            text = tokenizer.decode(ours[: probes.max_length])
+            ours = tokenizer(text, add_special_tokens=False).input_ids
         theirs = client.tokens_of(text, START_S)
         if ours != theirs:
-            t = next((t for t, pair in enumerate(zip(ours, theirs)) if pair[0] != pair[1]), min(len(ours), len(theirs)))
-            raise client.error(f"must have the tokens of --model: it writes {text[:40]!r}... as {theirs[t : t + 3]} from "
-                               f"token {t} on, --model as {ours[t : t + 3]}")
+            t = next((t for t, (own, other) in enumerate(zip(ours, theirs)) if own != other), len(theirs))
+            raise client.error(f"must have the tokens of --model: what --model writes as {ours[t : t + 3]}, "
+                               f"{tokenizer.decode(ours[t : t + 3])!r}, it writes as {theirs[t : t + 3]}")
 
 
 def check_model(client: Client, k: int, cache: Path, probes: Probes) -> None:
@@ -229,7 +230,7 @@ def write_best_words(rollout: Rollout, in_loss: Tensor, teachers: Sequence[Serve
     batch.extra["best_words"] = best_words
     batch.extra["best_logps"] = best_logps
     is_asked = [True] * num_asked + [False] * (len(parts) - num_asked)
-    meter.mean("distillation/asked_frac", torch.tensor(is_asked))
+    meter.mean("perf/teacher_asked_frac", torch.tensor(is_asked))
     is_known = (best_words[:, 0] >= 0) & batch.mask
     rest = rest_of(BestWords(best_words[is_known], best_logps[is_known])).exp()
     meter.mean("distillation/rest", rest)
