@@ -117,7 +117,7 @@ def continue_rollout(source: RolloutSource, request: RolloutRequest, state: dict
             due.add(number)
     share = Share(
         groups,
-        PendingRollout(engine, source.scoring, samples, sampling),
+        PendingRollout(engine, source.scoring, samples, sampling, request.num_samples),
         request.num_samples,
         num_wanted=len(engine.local_prompts(len(request.rows))),
         due=due,

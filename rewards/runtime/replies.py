@@ -113,6 +113,8 @@ def numbers_of(value: Any) -> list[float] | None:
 def packed(reply: dict) -> dict:
     """A reply for a pipe, as JSON: each list of numbers is {"float64": base64}, some ten times as fast as
     digits."""
+    if "group" in reply:
+        return {"group": [packed(of_one) for of_one in reply["group"]]}
     if "extra" not in reply:
         return reply
     extra = dict(reply["extra"])
@@ -125,6 +127,8 @@ def packed(reply: dict) -> dict:
 
 def unpacked(reply: dict) -> dict:
     """The reply that was `packed`. No other value of "extra" is a dict."""
+    if "group" in reply:
+        return {"group": [unpacked(of_one) for of_one in reply["group"]]}
     if "extra" not in reply:
         return reply
     extra = dict(reply["extra"])
