@@ -114,8 +114,8 @@ class Client:
         answer = self.call("/completions", body, 1 << 24, wait_s)
         tokens = _of_choice(answer, "prompt_token_ids")
         if not isinstance(tokens, list):
-            raise self.error("its answers have no prompt_token_ids, so that its tokens could not be compared with those "
-                             "of --model; vLLM's server has them")
+            raise self.error("its answers have no prompt_token_ids, so that its tokens could not be compared with "
+                             "those of --model; vLLM's server has them")
         return tokens
 
 

@@ -35,7 +35,8 @@ START_S = 10.0  # for which a request is repeated at the start: nothing was comp
 MAX_CHANGE = 0.05  # by which the best word's probability may differ, on average, before it is another model
 LEAST_REST = 1e-7  # probability of the teacher's rest: 1 minus a sum of float32 numbers is no more exact
 # What tokenizers write differently: digits, spaces, capitals, other scripts, symbols, bytes that are no letters.
-TEXT = "The 12,345 tokens' end:\n\n\tdef f(x):  return x**2 # \u00e9\u00df \u4f60\u597d \u043f\u0440\u0438 \U0001f600 \ufffd\r\n  OK?"
+TEXT = ("The 12,345 tokens' end:\n\n\tdef f(x):  return x**2 # \u00e9\u00df \u4f60\u597d \u043f\u0440\u0438 "
+        "\U0001f600 \ufffd\r\n  OK?")
 
 
 class BestWords(NamedTuple):
@@ -117,8 +118,8 @@ def start_teachers(run: Any, paths: Iterable[str], k: int, config: ServedConfig)
     if not addresses or "train_set" not in vars(run):  # tools.plan has read no data, and asks nobody
         return []
     if run.images is not None:
-        raise ValueError(f"--teacher {addresses[0].url}: a teacher behind a server reads no images: choose a teacher of "
-                         f"this process, or data without images")
+        raise ValueError(f"--teacher {addresses[0].url}: a teacher behind a server reads no images: choose a teacher "
+                         f"of this process, or data without images")
     vocabulary = run.hf_config.get_text_config().vocab_size
     probes = Probes(run.tokenizer, vocabulary, [*run.train_set[0].tokens], run.max_sequence_length)
     folder = Path(config.cache or f"{run.args.run_dir}/teacher")
@@ -143,7 +144,7 @@ def check_server(address: Address, k: int, config: ServedConfig, folder: Path, p
             limits = {str(model.get("id")): model.get("max_model_len") for model in models if isinstance(model, dict)}
     name = address.model
     if not name and len(limits) == 1:
-        name = [*limits][0]
+        name = next(iter(limits))
     if name not in limits:
         raise client.error(f"serves the models {', '.join(limits) or 'none'}: name one of them, as in "
                            f"{address.url}#MODEL")

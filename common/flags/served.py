@@ -61,8 +61,8 @@ def check_served(paths: Iterable[str], config: ServedConfig, top_k: int, top_k_o
             raise ValueError("--served.* does nothing without a --teacher http://host:port/v1: leave it out")
         return False
     if len(served) < len([*paths]):
-        raise ValueError(f"--teacher {' '.join(paths)} must be all behind servers or none: the loss of a teacher behind "
-                         f"a server has its k best words and one class for the rest")
+        raise ValueError(f"--teacher {' '.join(paths)} must be all behind servers or none: the loss of a teacher "
+                         f"behind a server has its k best words and one class for the rest")
     for path in served:
         read_address(path)
     if top_k < 1 or top_k_of != "teacher":

@@ -296,8 +296,8 @@ def scores_without_functions(samples: list[Sample]) -> Scores:
 
 
 def measure_rewards(meter: Meter, samples: list[Sample], scores: Scores) -> None:
-    """Add to `meter` the shares of failures (those of a judge's form are errors, too), and the means of the numbers in the reward dicts. All ranks call
-    it."""
+    """Add to `meter` the shares of failures (a judge's broken forms are errors, too), and the means of the numbers in the
+    reward dicts. All ranks call it."""
     is_timeout = []
     is_error = []
     is_form = []

@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 GRACE_S = 1.0  # a batch is killed this long after the deadlines that an `async def` has in the worker itself
 CLOSE_S = 2.0  # closing waits this long for a thread that is just starting its worker
 # names of metrics reward/NAME that are no reward function's
-RESERVED = ("error_frac", "form_frac", "timeout_frac", "constant_group_frac", "model", "overlong_penalty", "overlong_punishment")
+RESERVED = ("error_frac", "form_frac", "timeout_frac", "constant_group_frac", "model", "overlong_penalty",
+            "overlong_punishment")
 
 
 @dataclass

@@ -1,5 +1,5 @@
-"""distill.py with a teacher behind a server: loss and gradient against transformers in float64, the same for any layout,
-each sequence asked for once, answers from the cache, exact resume, and servers that are gone, broken or hostile.
+"""distill.py with a teacher behind a server: loss and gradient against transformers in float64, the same for any
+layout, each sequence asked for once, answers from the cache, exact resume, and servers that are gone, broken or hostile.
 
 The server here speaks vLLM's interface with transformers' numbers; tests/engine/test_vllm_server.py runs vLLM's own."""
 
@@ -204,7 +204,8 @@ def test_loss_and_gradient_are_those_of_the_k_best_words_and_the_rest(name, runs
     """The first step's sequences, as recorded, through transformers' models in float64."""
     recorded = pq.read_table(runs / "one" / name / "rollouts/step_000001.parquet").to_pylist()
     tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
-    student, taught = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64) for path in (tiny_llama, teacher))
+    student, taught = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+                       for path in (tiny_llama, teacher))
     total, divergence, count, rest = 0.0, 0.0, 0, 0.0
     scores: dict[int, list[float]] = {}
     for row in recorded[:8]:
@@ -520,13 +521,14 @@ def test_servers_that_cannot_teach_are_refused(server, probes, tmp_path, tiny_ll
     refused("its answer has no prompt_logprobs")
     added = AutoTokenizer.from_pretrained(tiny_llama)
     added.add_tokens(["<tool>"])
-    with pytest.raises(ValueError, match=r"must have the tokens of --model: what --model writes as \[4096.*<tool>.*, it writes as"):
+    rule = r"must have the tokens of --model: what --model writes as \[4096.*<tool>.*, it writes as"
+    with pytest.raises(ValueError, match=rule):
         check(server, probes._replace(tokenizer=added), tmp_path)
 
 
 def test_a_server_that_is_not_there_is_told_in_seconds(probes, tmp_path, monkeypatch):
     monkeypatch.setattr("common.distillation.served.START_S", 0.3)
-    with pytest.raises(ValueError, match="--teacher http://127.0.0.1:9/v1: ConnectError"):
+    with pytest.raises(ValueError, match=r"--teacher http://127.0.0.1:9/v1: ConnectError"):
         check_server(read_address("http://127.0.0.1:9/v1"), K, QUICK, tmp_path, probes)
 
 
@@ -552,7 +554,7 @@ def test_a_broken_file_of_the_cache_is_told(tmp_path):
     assert all(np.array_equal(*pair) for pair in zip(again.read(["a"])["a"], answer))
     path = next(tmp_path.glob("*.safetensors"))
     path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(ValueError, match="cannot be read .*delete it"):
+    with pytest.raises(ValueError, match=r"cannot be read .*delete it"):
         Cache(tmp_path)
 
 
