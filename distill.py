@@ -94,8 +94,7 @@ def check(args: Args) -> dict[str, str]:
     if not 0 < args.beta < 1 or args.top_k < 0 or args.answers_per_step < 0 or args.reward_coef < 0:
         raise ValueError(f"--beta {args.beta} must be in (0, 1), --top-k {args.top_k}, --answers-per-step "
                          f"{args.answers_per_step} and --reward-coef {args.reward_coef} at least 0")
-    check_served(paths.values(), args.served, args.top_k, args.top_k_of, args.rollout.temperature,
-                 args.policy.sequence_parallel)
+    check_served(paths.values(), args)
     return paths
 
 
@@ -112,7 +111,6 @@ from common.correction import importance_weights, reject_and_weight
 from common.distillation import served
 from common.kernels import Head, linear_divergence
 from common.metrics import spread
-from common.rollout import Rollout
 from common.rollouts.answers import answers_of
 from common.run import Run
 from common.segments import group_mean
@@ -135,12 +133,14 @@ def jensen_shannon(logp: Tensor, logq: Tensor, beta: float) -> Tensor:
 DIVERGENCES = {"reverse-kl": reverse_kl, "forward-kl": forward_kl, "jsd": jensen_shannon}
 
 
-def compare(microbatch: Batch, teachers: Sequence[Any], heads: list[Head], args: Args) -> Callable[..., Tensor]:
+def compare(
+    microbatch: Batch, teachers: Sequence[Any], heads: Sequence[Head | None], args: Args
+) -> Callable[..., Tensor]:
     """Let each teacher read its sequences [S'] of the micro-batch. Returns the function by which the policy computes
     the divergence of each of the N sampled tokens, from its own hidden states [N, H] and its head."""
     of_sequence = microbatch.response_extra["teacher"]                                          # [S]
     of_token = of_sequence[microbatch.sequence_ids[microbatch.sampled]]                         # [N]
-    found = []
+    found: list[Any] = []
     for number, (teacher, head) in enumerate(zip(teachers, heads)):
         part = microbatch
         if len(teachers) > 1:
@@ -183,17 +183,6 @@ def compare(microbatch: Batch, teachers: Sequence[Any], heads: list[Head], args:
     return of_all
 
 
-def teachers_of(rollout: Rollout, paths: dict[str, str]) -> Tensor:
-    """The number of the teacher of each sequence of this rank's batch: [S] int64."""
-    numbers = []
-    for _, sample, *_ in rollout.sequences():
-        number = 0
-        if len(paths) > 1:
-            number = list(paths).index(sample.prompt.data_source)
-        numbers.append(number)
-    return torch.tensor(numbers, dtype=torch.int64)
-
-
 def answers_as_sampled(microbatch: Batch, logp: Tensor, num_sampled: int) -> Batch:
     """The engine has no log-probs of the data's answers. The policy's take their place: nothing corrects them."""
     of_engine = (microbatch.index < num_sampled)[microbatch.sequence_ids]                       # [T]
@@ -213,7 +202,8 @@ def main(args: Args) -> None:
         served_teachers = served.start_teachers(run, paths.values(), args.top_k, args.served)
         engine, max_tokens = run.start_engine(args.max_tokens_per_gpu, tuple(paths.values()))
         policy, optimizer = run.load_policy("policy", args.model, args.optim)
-        teachers = served_teachers or [run.load_frozen(f"teacher {source}", path) for source, path in paths.items()]
+        teachers: Sequence[Any] = served_teachers or [
+            run.load_frozen(f"teacher {source}", path) for source, path in paths.items()]
         run.describe(
             f"{args.divergence} to {len(teachers)} teacher(s), top k {args.top_k}; reward coef {args.reward_coef:g}; "
             f"{args.answers_per_step} rows with the data's answer",
@@ -233,7 +223,7 @@ def main(args: Args) -> None:
             rewards = rollout.scores                                                            # [S] NaN: no reward
             advantages = args.reward_coef * (rewards - group_mean(rewards, rollout.group)).nan_to_num()     # [S]
             rollout.batch.advantage = rollout.to_tokens(advantages)                             # [T] of this rank
-            rollout.batch.response_extra["teacher"] = teachers_of(rollout, paths)               # [S]
+            rollout.batch.response_extra["teacher"] = served.teachers_of(rollout, paths)              # [S]
 
             # 3 mini-batches: each response moves to the rank that trains on it
             # the loss is on every token that was sampled: the stop token, and all of a truncated response
@@ -243,8 +233,7 @@ def main(args: Args) -> None:
             in_loss = ~rollout.any_token(is_dropped_token)                                      # [S]
             if served_teachers:
                 with run.timer("teacher"):
-                    numbers = rollout.batch.response_extra["teacher"]
-                    served.write_best_words(rollout, in_loss, served_teachers, numbers, run.meter)
+                    served.write_best_words(rollout, in_loss, served_teachers, run.meter)
             minibatches = run.to_minibatches(rollout, in_loss, args.minibatches_per_step, max_tokens, step)
 
             # 4 log-probs: the old policy's, where the correction needs them; the teachers' heads

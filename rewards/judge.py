@@ -13,28 +13,21 @@ The key is read from the environment variable that `api_key_env` names: it is no
                                                  "clear": {"weight": 0.5, "text": "Can each step be followed?"}}}'
     --reward.function rewards/judge.py:ranking  the responses to a prompt against each other, one call a group
 
-Both ask for a form in JSON (judge_forms.py), as a schema that the server keeps unless `structured` is false. What
+Both ask for a form in JSON (judges/forms.py), as a schema that the server keeps unless `structured` is false. What
 breaks it has no score and is counted, reward/form_frac.
 """
 
-import asyncio
 import functools
 import hashlib
 import json
-import os
 import random
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rewards import BrokenForm
-from rewards.judge_forms import fenced, form_request, harmless, read_form, win_rates
-
-try:
-    import openai
-except ModuleNotFoundError as error:
-    raise ValueError(f"--reward.function rewards/judge.py: package {error.name} is not installed; run `pip install "
-                     f"openai==2.54.0`") from None
+from rewards.judges.forms import fenced, form_request, harmless, read_criteria, read_form, win_rates
+from rewards.judges.server import Server, client
 
 TEMPLATE = """Grade the response to the question against the reference answer.
 
@@ -153,69 +146,6 @@ def example(names, number: int) -> str:
 def form_options(structured: bool, names: list[str], low: int, high: int) -> dict[str, Any]:
     """What a request has beside its text, for a server that keeps a schema."""
     return {"response_format": form_request(names, low, high)} if structured else {}
-
-
-def read_criteria(criteria: Any) -> tuple[dict[str, float], dict[str, str]]:
-    """Weights and texts by name. Raises ValueError for what is neither."""
-    weights = {}
-    texts = {}
-    for name, given in (criteria.items() if isinstance(criteria, dict) else ()):
-        if isinstance(given, str):
-            given = {"text": given}
-        if not isinstance(given, dict) or not isinstance(given.get("text"), str) or given.keys() - {"text", "weight"}:
-            raise ValueError(f"judge: criteria {name!r} is {given!r:.200}, must be a text, or "
-                             f'{{"text": ..., "weight": 1.0}}')
-        weights[name] = given.get("weight", 1.0)
-        texts[name] = given["text"]
-        if not isinstance(weights[name], int | float) or not 0 < weights[name] < float("inf"):
-            raise ValueError(f"judge: the weight of {name!r} is {weights[name]!r:.100}, must be a number above 0")
-    if not texts or {"score", "judge", "judge_escaped"} & texts.keys():
-        raise ValueError(f"judge: criteria {criteria!r:.200} must be a JSON object of names and texts, and no name is "
-                         f"score, judge or judge_escaped; set it in --reward.kwargs")
-    return weights, texts
-
-
-class Server(NamedTuple):
-    """Where a judge is, and how it is asked."""
-
-    model: str
-    base_url: str
-    requests_per_minute: float | None
-    max_retries: int
-    request_timeout_s: float
-    api_key_env: str
-
-    async def ask(self, prompt: str, options: dict[str, Any]) -> str:
-        """The judge's answer. Raises RuntimeError if there is none."""
-        key = os.environ.get(self.api_key_env) or "no key"  # servers of one's own ask for none
-        if self.requests_per_minute is not None:
-            await wait_turn(60.0 / self.requests_per_minute)
-        server = client(self.base_url, key, self.max_retries, self.request_timeout_s)
-        try:
-            answer = await server.chat.completions.create(
-                model=self.model, messages=[{"role": "user", "content": prompt}], **options)
-        except openai.OpenAIError as error:
-            raise RuntimeError(
-                f"judge {self.model} at {self.base_url}: {error}".replace(key, f"${self.api_key_env}")) from None
-        return answer.choices[0].message.content or ""
-
-
-@functools.cache
-def client(base_url: str, key: str, max_retries: int, request_timeout_s: float) -> openai.AsyncOpenAI:
-    """Retries with growing pauses on 408, 409, 429, 5xx and lost connections, as the server's Retry-After says."""
-    return openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=max_retries, timeout=request_timeout_s)
-
-
-next_turn = 0.0
-
-
-async def wait_turn(interval_s: float) -> None:
-    """Requests of this worker start at least interval_s apart."""
-    global next_turn
-    now = asyncio.get_running_loop().time()
-    turn = max(now, next_turn)
-    next_turn = turn + interval_s
-    await asyncio.sleep(turn - now)
 
 
 @functools.cache

@@ -122,7 +122,8 @@ def start_teachers(run: Any, paths: Iterable[str], k: int, config: ServedConfig)
                          f"of this process, or data without images")
     vocabulary = run.hf_config.get_text_config().vocab_size
     probes = Probes(run.tokenizer, vocabulary, [*run.train_set[0].tokens], run.max_sequence_length)
-    folder = Path(config.cache or f"{run.args.run_dir}/teacher")
+    args = run.args
+    folder = Path(config.cache or f"{args.run_dir}/teacher")
     teachers = []
     for given in addresses:
         address, cache = on_main(run.world, partial(check_server, given, k, config, folder, probes))
@@ -200,14 +201,26 @@ def check_model(client: Client, k: int, cache: Path, probes: Probes) -> None:
                            f"{client.address.model}@2, or delete the folder")
 
 
-def write_best_words(rollout: Rollout, in_loss: Tensor, teachers: Sequence[ServedTeacher], numbers: Tensor,
-                     meter: Meter) -> None:
+def teachers_of(rollout: Rollout, paths: dict[str, str]) -> Tensor:
+    """The number of the teacher of each sequence of this rank's batch: [S] int64. `paths`: data_source ("": all) ->
+    path."""
+    numbers = []
+    for _, sample, *_ in rollout.sequences():
+        number = 0
+        if len(paths) > 1:
+            number = list(paths).index(sample.prompt.data_source)
+        numbers.append(number)
+    return torch.tensor(numbers, dtype=torch.int64)
+
+
+def write_best_words(rollout: Rollout, in_loss: Tensor, teachers: Sequence[ServedTeacher], meter: Meter) -> None:
     """Write what each sequence's teacher says of its response into `rollout.batch.extra`: best_words int32 [T, k],
-    -1 elsewhere, and best_logps float32 [T, k]. Only responses of `in_loss` [S] are asked for. `numbers`: of the
-    teacher of each of this rank's sequences. All ranks call this together.
+    -1 elsewhere, and best_logps float32 [T, k]. Only responses of `in_loss` [S] are asked for. A sequence's teacher is
+    the one with the number in `response_extra["teacher"]`. All ranks call this together.
 
     Adds to `meter` the share of sequences that were asked for, and the mean probability of the teachers' rest."""
     batch = rollout.batch
+    numbers = batch.response_extra["teacher"]                                                # of this rank's sequences
     best_words = torch.full((len(batch.tokens), teachers[0].k), -1, dtype=torch.int32)
     best_logps = torch.full_like(best_words, ABSENT, dtype=torch.float32)
     parts = []

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 
@@ -52,31 +52,33 @@ def read_address(path: str) -> Address:
     return Address(parts._replace(fragment="").geturl().rstrip("/"), model, revision)
 
 
-def check_served(paths: Iterable[str], config: ServedConfig, top_k: int, top_k_of: str, temperature: float,
-                 sequence_parallel: int) -> bool:
-    """Whether the teachers are served. Raises ValueError for flags that cannot work with them."""
+def check_served(paths: Iterable[str], args: Any) -> None:
+    """Raises ValueError for flags of distill.py that cannot work with served teachers, or without."""
+    config = args.served
+    temperature = args.rollout.temperature
     served = [path for path in paths if is_served(path)]
     if not served:
         if config != ServedConfig():
             raise ValueError("--served.* does nothing without a --teacher http://host:port/v1: leave it out")
-        return False
+        return
     if len(served) < len([*paths]):
         raise ValueError(f"--teacher {' '.join(paths)} must be all behind servers or none: the loss of a teacher "
                          f"behind a server has its k best words and one class for the rest")
     for path in served:
         read_address(path)
-    if top_k < 1 or top_k_of != "teacher":
-        raise ValueError(f"--top-k {top_k} --top-k-of {top_k_of}: a teacher behind a server tells its k best words, so "
-                         f"--top-k must be at least 1 (at most the server's --max-logprobs), of the teacher")
+    if args.top_k < 1 or args.top_k_of != "teacher":
+        raise ValueError(f"--top-k {args.top_k} --top-k-of {args.top_k_of}: a teacher behind a server tells "
+                         f"its k best words, so --top-k must be at least 1 (at most the server's --max-logprobs), of "
+                         f"the teacher")
     if temperature != 1:
         raise ValueError(f"--rollout.temperature {temperature:g} must be 1 with a teacher behind a server, whose "
                          f"log-probs of the k best words are those of temperature 1")
-    if sequence_parallel > 1:
-        raise ValueError(f"--policy.sequence-parallel {sequence_parallel} must be 1 with a teacher behind a server")
+    if args.policy.sequence_parallel > 1:
+        raise ValueError(f"--policy.sequence-parallel {args.policy.sequence_parallel} must be 1 with a teacher behind "
+                         f"a server")
     if config.concurrency < 1 or config.timeout_s <= 0 or config.wait_s < 0:
         raise ValueError(f"--served.concurrency {config.concurrency} must be at least 1, --served.timeout-s "
                          f"{config.timeout_s:g} above 0 and --served.wait-s {config.wait_s:g} at least 0")
     if config.api_key_env and not os.environ.get(config.api_key_env):
         raise ValueError(f"--served.api-key-env {config.api_key_env}: this environment variable is not set; set it "
                          f"where the trainer starts")
-    return True

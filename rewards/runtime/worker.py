@@ -17,17 +17,15 @@ import pickle
 import signal
 import struct
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rewards import BrokenForm, find, load_reward, prepare, resolve, takes
-from rewards.runtime import groups, replies
-from rewards.runtime.replies import MAX_SCORE, MAX_TEXT, packed, reply_of
+from rewards import find, load_reward, prepare, resolve, takes
+from rewards.runtime import groups
+from rewards.runtime.replies import MAX_SCORE, failure_of, packed, reply_of
 
 Sample = tuple[str, str, Any, dict | None]  # data_source, solution_str, ground_truth, extra_info
-OWN_FILES = {__file__, groups.__file__, replies.__file__}  # they are no place where a reward function failed
 
 
 def copies(samples: list[Sample]) -> list[Sample]:
@@ -186,19 +184,28 @@ class Scorer:
 
     def score_groups(self, samples: list[Sample]) -> list[dict]:
         """Functions of one response score each of a group's."""
-        singles = []
+        singles: list[Sample] = []
+        sizes = []
         for source, texts, truth, info in samples:
-            singles += [(source, text, truth, info) for text in texts]
-        sizes = [len(texts) for _, texts, _, _ in samples]
+            sizes.append(len(texts))
+            for text in texts:
+                singles.append((source, text, truth, info))
         columns = []
         for reward in self.rewards:
             if isinstance(reward, GroupReward):
                 replies_of = reward(copies(samples), self.timeout_s)
-                columns.append([one for reply, n in zip(replies_of, sizes) for one in groups.of_members(reply, n)])
+                column: list[dict] = []
+                for reply, n in zip(replies_of, sizes):
+                    column += groups.of_members(reply, n)
+                columns.append(column)
             else:
                 columns.append(reward(copies(singles), self.timeout_s))
-        combined = iter([self.combine(replies) for replies in zip(*columns, strict=True)])
-        return [{"group": [next(combined) for _ in range(n)]} for n in sizes]
+        combined = [self.combine(replies) for replies in zip(*columns, strict=True)]
+        found = []
+        for n in sizes:
+            found.append({"group": combined[:n]})
+            combined = combined[n:]
+        return found
 
     def score_by_source(self, sample: Sample) -> dict:
         source = sample[0]
@@ -244,31 +251,6 @@ def wait(result: Any) -> Any:
     if inspect.iscoroutine(result):
         return event_loop().run_until_complete(result)
     return result
-
-
-def failure_of(error: BaseException) -> dict:
-    """The exception's name, place and traceback, whose middle is left out if it is long."""
-    text = "".join(traceback.format_exception(error))
-    if len(text) > MAX_TEXT:
-        half = MAX_TEXT // 2
-        text = f"{text[:half]}\n... {len(text) - MAX_TEXT} characters left out ...\n{text[-half:]}"
-    name = type(error).__name__
-    failure = "exception"
-    if isinstance(error, BrokenForm):
-        failure = "form"
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in OWN_FILES]
-    of_user = [frame for frame in frames if not frame.filename.startswith((sys.prefix, sys.base_prefix))]
-    if of_user:
-        frames = of_user  # and not of a library
-    place = ""
-    if frames:
-        place = f"{frames[-1].filename}, line {frames[-1].lineno}: "
-    return {
-        "failure": failure,
-        "kind": name,
-        "text": text,
-        "where": f"{place}{name}: {str(error)[:500]}",
-    }
 
 
 def ignore_stops() -> None:

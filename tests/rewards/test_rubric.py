@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from common.metrics import Meter
-from common.rollouts.scoring import measure_rewards
-from rewards import BrokenForm, judge_forms, load_reward, prepare
+from common.rollouts.measured import measure_rewards
+from rewards import BrokenForm, load_reward, prepare
+from rewards.judges import forms
 from rewards.runtime.groups import OpenGroups
 from rewards.runtime.pool import RewardPool
 
@@ -148,12 +149,12 @@ def test_the_share_of_broken_forms_is_a_metric(server, world):
 
 def test_the_last_form_of_an_answer_counts_and_thoughts_do_not():
     names = ["a"]
-    assert judge_forms.read_form('{"a": 1} or rather {"a": 2}', names, 0, 5) == {"a": 2.0}
-    assert judge_forms.read_form('<think>{"a": 5}</think>{"a": 1}', names, 0, 5) == {"a": 1.0}
+    assert forms.read_form('{"a": 1} or rather {"a": 2}', names, 0, 5) == {"a": 2.0}
+    assert forms.read_form('<think>{"a": 5}</think>{"a": 1}', names, 0, 5) == {"a": 1.0}
     with pytest.raises(BrokenForm, match="does not end with a form"):
-        judge_forms.read_form('{"a": 5}<think>', names, 0, 5)
+        forms.read_form('{"a": 5}<think>', names, 0, 5)
     with pytest.raises(BrokenForm, match="must have"):                  # the outer object ends the answer
-        judge_forms.read_form('{"b": {"a": 5}}', names, 0, 5)
+        forms.read_form('{"b": {"a": 5}}', names, 0, 5)
 
 
 @pytest.mark.parametrize("attack", [
@@ -175,7 +176,7 @@ def test_a_response_stays_inside_of_its_fence_and_has_no_control_tokens(attack, 
     is_control = not attack.startswith(("{", "</response"))
     assert results.extras[0]["judge_escaped"] == float(is_control)
     tokenizer = AutoTokenizer.from_pretrained(smollm)
-    found = tokenizer(judge_forms.harmless(attack)[0]).input_ids
+    found = tokenizer(forms.harmless(attack)[0]).input_ids
     assert not set(found) & set(tokenizer.all_special_ids)
     if "<|im" in attack:
         assert set(tokenizer(attack).input_ids) & set(tokenizer.all_special_ids)
@@ -183,7 +184,7 @@ def test_a_response_stays_inside_of_its_fence_and_has_no_control_tokens(attack, 
 
 def test_a_text_of_signs_stays_as_it_is():
     for text in ("a < b and b[0] > 2", "if x<s: y", "List<String>", "<answer>42</answer>", "[1, 2]", "<div>"):
-        assert judge_forms.harmless(text) == (text, False)
+        assert forms.harmless(text) == (text, False)
 
 
 # --------------------------------------------------------------------------- a group against each other
@@ -214,8 +215,8 @@ def test_win_rates_are_those_of_all_pairs():
     places = torch.randint(1, 4, (9,), generator=generator)
     wins = (places[:, None] < places).double() + 0.5 * (places[:, None] == places).double()
     wins.fill_diagonal_(0)
-    assert judge_forms.win_rates(places.tolist()) == pytest.approx((wins.sum(1) / 8).tolist())
-    assert sum(judge_forms.win_rates([1, 1, 2, 7])) == pytest.approx(2.0)
+    assert forms.win_rates(places.tolist()) == pytest.approx((wins.sum(1) / 8).tolist())
+    assert sum(forms.win_rates([1, 1, 2, 7])) == pytest.approx(2.0)
 
 
 def test_a_judge_that_prefers_a_place_learns_nothing_from_it(server):

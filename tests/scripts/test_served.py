@@ -1,5 +1,5 @@
 """distill.py with a teacher behind a server: loss and gradient against transformers in float64, the same for any
-layout, each sequence asked for once, answers from the cache, exact resume, and servers that are gone, broken or hostile.
+layout, each sequence asked for once, answers from the cache, exact resume, servers that are gone, broken or hostile.
 
 The server here speaks vLLM's interface with transformers' numbers; tests/engine/test_vllm_server.py runs vLLM's own."""
 

@@ -14,7 +14,7 @@ from typing import Any
 from rewards import BrokenForm
 
 MAX_ANSWER = 100_000  # characters of a judge's answer that are looked at
-# What a server reads as a token in any text: <|im_end|> and DeepSeek's wide bars; <s>, </s>, <start_of_turn> and others;
+# What a server reads as a token in any text: <|im_end|>, DeepSeek's wide bars; <s>, </s>, <start_of_turn> and others;
 # [INST] and others of Mistral; <<SYS>>.
 CONTROL = re.compile(
     r"<(?=[|\uff5c])"
@@ -102,3 +102,24 @@ def win_rates(places: Sequence[float]) -> list[float]:
                 wins += (mine < other) + 0.5 * (mine == other)
         rates.append(wins / (len(places) - 1))
     return rates
+
+
+def read_criteria(criteria: Any) -> tuple[dict[str, float], dict[str, str]]:
+    """Weights and texts by name. Raises ValueError for what is neither."""
+    if not isinstance(criteria, dict) or not criteria or {"score", "judge", "judge_escaped"} & criteria.keys():
+        raise ValueError(f"judge: criteria {criteria!r:.200} must be a JSON object of names and texts, and no name is "
+                         f"score, judge or judge_escaped; set it in --reward.kwargs")
+    weights: dict[str, float] = {}
+    texts: dict[str, str] = {}
+    for name, given in criteria.items():
+        if isinstance(given, str):
+            given = {"text": given}
+        if not isinstance(given, dict) or not isinstance(given.get("text"), str) or given.keys() - {"text", "weight"}:
+            raise ValueError(f"judge: criteria {name!r} is {given!r:.200}, must be a text, or "
+                             f'{{"text": ..., "weight": 1.0}}')
+        weight = given.get("weight", 1.0)
+        if not isinstance(weight, int | float) or not 0 < weight < float("inf"):
+            raise ValueError(f"judge: the weight of {name!r} is {weight!r:.100}, must be a number above 0")
+        weights[name] = float(weight)
+        texts[name] = given["text"]
+    return weights, texts
