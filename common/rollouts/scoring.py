@@ -163,7 +163,7 @@ class PendingRollout:
     """Responses that were sampled and are being scored."""
 
     def __init__(self, engine: Engine, scoring: Scoring, samples: list[Sample], sampling: RolloutConfig,
-                 group_size: int):
+                 group_size: int = 1):
         """`samples`: `group_size` of each prompt, one after the other."""
         self.engine = engine
         self.scoring = scoring
