@@ -47,7 +47,7 @@ class Server:
                    "127.0.0.1",
                    "--served-model-name", "tiny", "--port", str(self.port), "--dtype", "float32", "--enforce-eager",
                    "--max-model-len", "1024", "--max-num-seqs", "8", "--max-logprobs", "30",
-                   "--structured-outputs-config", '{"disable_any_whitespace": true}']
+                   "--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
 
