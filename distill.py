@@ -10,7 +10,8 @@ The policy p samples responses, and at each of their tokens a teacher q says wha
 D and its gradient are those of the whole vocabulary, not of the sampled word or of the k best words, and no tensor of
 the size [T, V] exists: logits are computed for some tokens at a time, twice. Part of the data may be answered
 already (--answers-per-step). Several teachers share the rows by data_source. A teacher whose tokens are others is
-compared at the texts that both spell (common/distillation/reading.py says which events D is then over).
+compared at the texts that both spell (common/distillation/reading.py says which events D is then over). A teacher
+behind a server tells its k best words; all others are one class, the rest (common/distillation/served.py).
 
 Self-distillation (--teacher self): q is the policy itself, without a gradient, and its prompt is what --context makes
 of the row x and of the group's responses: feedback, a reference answer, a sibling's success. A response of which
@@ -29,10 +30,11 @@ q <- (1 - a) q + a p after each optimizer step. Two papers are settings of it:
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from common.flags import RunArgs, resolve_correction, rules
+from common.flags.served import ServedConfig, check_served, teacher_paths
 from tools.command_line import check_command, run_script
 
 
@@ -41,8 +43,9 @@ class Args(RunArgs):
     run_dir: str = "runs/distill"
     """Folder for metrics, checkpoints and the trained model."""
     teacher: tuple[str, ...] = ()
-    """Hugging Face folder or hub name of the teacher. Several teachers: DATA_SOURCE=PATH of each, for the rows with
-    this data_source. self: the policy, with --context."""
+    """Hugging Face folder or hub name of the teacher, or the address of a server that returns log-probs of prompts,
+    http://host:port/v1#MODEL (needs --top-k). Several teachers: DATA_SOURCE=PATH of each, for the rows with this
+    data_source. self: the policy, with --context."""
     context: str = ""
     """File and function, path/to/file.py:name, that writes the teacher's prompt: (row, responses) -> messages, or None
     where it has nothing to say. The first of the responses is the one that is taught, the others are its siblings."""
@@ -76,12 +79,13 @@ class Args(RunArgs):
     beta: float = 0.5
     """jsd: the teacher's share of the mixture, in (0, 1). Needs --divergence jsd."""
     top_k: int = 0
-    """Sum only over the k most probable words, for comparison with what others compute. 0: over the whole vocabulary.
-    """
+    """Sum only over the k most probable words, for comparison with what others compute; with a teacher behind a server
+    over these and the rest as one class. 0: over the whole vocabulary."""
     top_k_of: Literal["teacher", "student"] = "teacher"
     """Whose words --top-k takes. Needs --top-k."""
     reward_coef: float = 0.0
     """Factor of the policy gradient of the rewards. 0: scores are only reported."""
+    served: ServedConfig = field(default_factory=ServedConfig)
 
 
 def check(args: Args) -> dict[str, str]:
@@ -95,13 +99,7 @@ def check(args: Args) -> dict[str, str]:
     if args.reward_coef:                            # an advantage is relative to the others of the group
         least_samples = 2
     rules.check_group(args.samples_per_prompt, least_samples)
-    paths = {}
-    for text in args.teacher:
-        source, _, path = text.rpartition("=")
-        paths[source] = path
-    if not paths or len(paths) < len(args.teacher) or ("" in paths and len(paths) > 1):
-        raise ValueError(f"--teacher {' '.join(args.teacher)} must be one model, or several DATA_SOURCE=PATH, one for "
-                         f"each data_source")
+    paths = teacher_paths(args.teacher)
     if len(paths) > 1 and args.policy.sequence_parallel > 1:
         raise ValueError(f"several --teacher need --policy.sequence-parallel 1, not {args.policy.sequence_parallel}")
     if ("self" in paths.values() and not args.context) or (args.context and len(paths) > 1):
@@ -120,6 +118,7 @@ def check(args: Args) -> dict[str, str]:
     if not 0 < args.beta < 1 or args.top_k < 0 or args.answers_per_step < 0 or args.reward_coef < 0:
         raise ValueError(f"--beta {args.beta} must be in (0, 1), --top-k {args.top_k}, --answers-per-step "
                          f"{args.answers_per_step} and --reward-coef {args.reward_coef} at least 0")
+    check_served(paths.values(), args)
     return paths
 
 
@@ -133,6 +132,7 @@ from torch.distributed.elastic.multiprocessing import errors
 from common import losses
 from common.batch import Batch
 from common.correction import importance_weights, reject_and_weight
+from common.distillation import served
 from common.distillation.lessons import Lessons, load_teachers, planned_teachers, teachers_of
 from common.distillation.reading import Comparison, spans_of
 from common.metrics import spread
@@ -159,14 +159,14 @@ def jensen_shannon(logp: Tensor, logq: Tensor, beta: float) -> Tensor:
 DIVERGENCES = {"reverse-kl": reverse_kl, "forward-kl": forward_kl, "jsd": jensen_shannon}
 
 
-def divergence_of(args: Args) -> Callable[[Tensor, Tensor], Tensor]:
+def divergence_of(args: Args, top_k: int) -> Callable[[Tensor, Tensor], Tensor]:
     """The function of two models' log-probs [n, V] that is minimised: [n]."""
     def divergence(logp: Tensor, logq: Tensor) -> Tensor:
-        if args.top_k:
+        if top_k:
             ranked = logp
             if args.top_k_of == "teacher":
                 ranked = logq
-            words = ranked.topk(min(args.top_k, logp.shape[1])).indices                         # [n, k]
+            words = ranked.topk(min(top_k, logp.shape[1])).indices                         # [n, k]
             logp = logp.gather(1, words)
             logq = logq.gather(1, words)
         return DIVERGENCES[args.divergence](logp, logq, args.beta)
@@ -197,12 +197,14 @@ def main(args: Args) -> None:
         if "" not in paths and paths.keys() != run.train_set.loaded.data_sources:
             raise ValueError(f"--teacher {' '.join(args.teacher)} must name each data_source of --train-data and no "
                              f"other: {', '.join(sorted(run.train_set.loaded.data_sources))}")
+        served_teachers = served.start_teachers(run, paths.values(), args.top_k, args.served)
         is_averaged = args.teacher_update_rate > 0
         engine, max_tokens = run.start_engine(args.max_tokens_per_gpu, planned_teachers(args.model, paths, is_averaged))
-        lessons = Lessons(run, [*paths.values()], args.context, args.max_context_length)
+        lessons = Lessons(run, [] if served_teachers else [*paths.values()], args.context, args.max_context_length)
         policy, optimizer = run.load_policy("policy", args.model, args.optim)
-        teachers = load_teachers(run, paths, is_averaged)
-        comparison = Comparison(teachers, lessons.words, divergence_of(args), temperature)
+        teachers: list[Any] = [*served_teachers] or load_teachers(run, paths, is_averaged)
+        top_k = 0 if served_teachers else args.top_k            # a server's words are chosen already
+        comparison = Comparison(teachers, lessons.words, divergence_of(args, top_k), temperature)
         run.describe(
             f"{args.divergence} to {len(teachers)} teacher(s), top k {args.top_k}; reward coef {args.reward_coef:g}; "
             f"{args.answers_per_step} rows with the data's answer",
@@ -233,6 +235,9 @@ def main(args: Args) -> None:
             in_loss = ~rollout.any_token(is_dropped_token)                                      # [S]
             if lesson is not None and not args.reward_coef:     # what no teacher reads has no loss
                 in_loss &= rollout.any_token(spans_of(rollout.batch) >= 0)
+            if served_teachers:
+                with run.timer("teacher"):
+                    served.write_best_words(rollout, in_loss, served_teachers, run.meter)
             minibatches = run.to_minibatches(rollout, in_loss, args.minibatches_per_step, max_tokens, step)
             read = lessons.deliver(lesson, minibatches)                                         # micro-batch -> Batch
 

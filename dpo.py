@@ -75,6 +75,7 @@ from torch.distributed.elastic.multiprocessing import errors
 from torch.nn.functional import logsigmoid
 
 from common.batch import Batch
+from common.curriculum.sampler import PromptSampler
 from common.dataset.conversations import (
     ConversationSet,
     Piece,
@@ -90,7 +91,6 @@ from common.metrics import preference_metrics
 from common.model.lora import Reference
 from common.model.policy import Policy
 from common.parallel.ranks import all_max
-from common.prompts import PromptSampler
 from common.rollout import Minibatch, sum_per_response
 from common.rollouts.validation import spread_rows
 from common.training import Training

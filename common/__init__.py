@@ -15,13 +15,13 @@ correction, metrics, optim, prompts, training, run. What makes it run is in the 
 it needs of them, and you need not open them. What a single script chooses from, such as the published losses, is in
 variants/, beside the scripts.
 
-Files and packages are layers, and imports point downward only, those inside functions too;
-tests/scripts/test_style.py holds it. From the top: the scripts stand on run, and run on training; evaluation is
-for scripts that stand on training alone. Below are rollouts,
-curriculum, episodes, tracking and checkpoint, which follow a step from sampling to disk; then the engine, its
-speculation, and the dataset. Next comes what a step is made of: losses, correction, rollout, and optim. Then memory,
-the model, its forward pass and the kernels that it calls. At the bottom is what knows no model: packing, prompts,
-metrics, segments, parallel, batch, layout, source, flags, each above the next.
+Files and packages are layers, and imports point downward only, those inside functions too; tests/scripts/test_style.py
+holds it. From the top: the scripts stand on run, and run on training; evaluation is for scripts that stand on training
+alone, and distillation for distill.py. Below are rollouts, curriculum, episodes, tracking and checkpoint, which follow
+a step from sampling to disk; then the engine, its speculation, and the dataset. Next comes what a step is made of:
+losses, correction, rollout, and optim. Then memory, the model, its forward pass and the kernels that it calls. At the
+bottom is what knows no model: packing, prompts, metrics, segments, parallel, batch, layout, source, flags, each above
+the next.
 
 Words, each with one meaning:
 

@@ -23,6 +23,7 @@ from common.checkpoint.older_readers import left_out
 from common.checkpoint.own import check_run_folder
 from common.checkpoint.run_folder import FINISHED, finished, open_run_folder
 from common.checkpoint.signals import Watchdog
+from common.curriculum.sampler import PromptSampler
 from common.flags.effect import check_effect
 from common.flags.rules import check_at_least
 from common.flags.run import TrainArgs
@@ -34,13 +35,12 @@ from common.model.held import Models
 from common.model.loading import read_config, read_tokenizer
 from common.model.policy import PackedModel
 from common.parallel import ranks
-from common.prompts import PromptSampler
 from common.rollout import Minibatch
 from common.tracking.console import batch_line, kernels_line, step_line, summary, val_line
 from common.tracking.logger import Tracker
 from common.tracking.phase import Phase
 from common.tracking.start import check_best_metric, notes
-from common.tracking.step import peak_flops, shared_tokens_frac, step_metrics
+from common.tracking.step import peak_flops, sharing_metrics, step_metrics
 from envs.runtime.template import Clock
 
 # the calls that make the attributes of a run, for the error of whoever reads one before
@@ -201,7 +201,6 @@ class Training(Models):
         self.tracker = Tracker(args.log, args.run_dir, args, self.world, state.get("tracker", {}))
         self.watchdog.on_phase = self.tracker.now.phase
         if "policy" in self.optimizers:
-            self.policy.noise_scale = self.tracker.noise
             self.tracker.noise.watch(self.policy, self.optimizers["policy"])
         self.closing.callback(self.tracker.close)
         self.closing.callback(self.checkpoints.wait)
@@ -301,12 +300,8 @@ class Training(Models):
         flops *= self.updated_microbatches / max(sum(map(len, minibatches)), 1)  # passes over them
         used = (flops, peak_flops(self.world, args.policy.compute_dtype), self.engine_bytes)
         self.metrics |= step_metrics(self.meter, self.timer, self.world, lengths, minibatches, used)
-        prompts = self.tracker.noise.prompts(self.rows_per_step / max(len(minibatches), 1))
-        if prompts is not None:
-            self.metrics["signal/noise_scale"] = prompts
-            self.metrics["signal/noise_to_signal"] = prompts * max(len(minibatches), 1) / self.rows_per_step
-        if args.policy.share_prompt:
-            self.metrics["perf/shared_tokens_frac"] = shared_tokens_frac(minibatches)
+        self.metrics |= self.tracker.noise.metrics(self.rows_per_step / max(len(minibatches), 1))
+        self.metrics |= sharing_metrics(minibatches, args.policy.share_prompt)
         self.metrics |= metrics | {"training/global_step": done, "training/epoch": self.sampler.epoch}
         state: dict[str, Any] = {"step": done, "total_steps": self.total_steps}
         state |= {"sampler": self.sampler.state_dict(), "script": self.script_state, "day": str(Clock.day)}

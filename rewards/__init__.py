@@ -48,6 +48,10 @@ TABLE = {
 }
 
 
+class BrokenForm(ValueError):
+    """A judge's answer does not have the form that it was asked for: counted as reward/form_frac."""
+
+
 def find(data_source: str) -> Callable | None:
     """The table's scoring function for a data source, None if it has none."""
     files = [TABLE[pattern] for pattern in TABLE if fnmatchcase(data_source, pattern)]
@@ -85,6 +89,8 @@ def check_signature(function: Callable, kwargs: dict[str, Any]) -> None:
     parameters = inspect.signature(function).parameters
     plural = "s" if "solution_strs" in parameters else ""
     given = [f"{name}{plural}" for name in ("data_source", "solution_str", "ground_truth", "extra_info")]
+    if plural and "data_source" in parameters:  # all responses to one prompt
+        given = ["data_source", "solution_strs", "ground_truth", "extra_info"]
     lacking = [name for name in given if not takes(function, name)]
     needed = [name for name, parameter in parameters.items() if parameter.default is parameter.empty
               and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)]

@@ -12,6 +12,7 @@ from urllib.request import getproxies
 from common.flags.data import DataConfig, find_files
 from common.flags.rules import check_pool, check_sampling, num_shards
 from common.flags.secrets import flags_of
+from common.flags.served import is_served
 from common.source.folder import check_folder
 from rewards.runtime.pool import check_reward
 from tools.model_name import resolve
@@ -66,7 +67,8 @@ def check_paths(args: Any) -> None:
     teachers = given.get("--teacher") or ()
     for teacher in (teachers,) if isinstance(teachers, str) else teachers:      # one of grpo_variants.py, or several
         path = teacher.rpartition("=")[2]
-        if path != "self":                                                      # the policy, in distill.py
+        is_asked = is_served(path) and "--served.cache" in given                # a server is asked at the start
+        if path != "self" and not is_asked:                                     # the policy, in distill.py
             check_model(path, "--teacher")
     if given.get("--context"):
         check_function(given["--context"], "--context", "context")

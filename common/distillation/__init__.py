@@ -1,1 +1,1 @@
-"""What teachers read, and how their words are compared with the policy's: for distill.py."""
+"""What teachers read or say, and how their words are compared with the policy's: for distill.py."""

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from common.batch import Batch
+from common.distillation.served import BestWords, best_words, classes
 from common.distillation.spelling import SharedWords
 from common.kernels import Head, linear_divergence, linear_logp
 
@@ -49,14 +50,14 @@ class Comparison:
     divergence: Divergence  # log-probs [n, K] of policy and teacher over K events -> [n]
     temperature: float
 
-    def of(self, microbatch: Batch, lesson: Batch, heads: Sequence[Head]) -> Callable[[Tensor, Head], Tensor]:
+    def of(self, microbatch: Batch, lesson: Batch, heads: Sequence[Head | None]) -> Callable[[Tensor, Head], Tensor]:
         """Let each teacher, whose head is one of `heads`, read its sequences of `lesson`, which is `microbatch`, or its
         own version of it. Returns the function by which the policy computes the divergence [N] of the sampled tokens
         from its own hidden states [N, H] and its head: 0 on tokens that are compared with none; a span of several
         tokens has it on its first."""
         of_token = microbatch.response_extra["teacher"][microbatch.sequence_ids[microbatch.sampled]]     # [N]
         spans = spans_of(microbatch)[microbatch.sampled]                                        # [N]
-        found = []
+        found: list[Reading | BestWords] = []
         for number, (teacher, head) in enumerate(zip(self.teachers, heads)):
             part = lesson
             if len(self.teachers) > 1:
@@ -65,6 +66,9 @@ class Comparison:
                 part = lesson.dummy()
                 if len(own):
                     part = lesson.select(own)
+            if head is None:                                            # a server has been asked before
+                found.append(best_words(part))
+                continue
             hidden = teacher.hidden_states(part)
             found.append(Reading(hidden, head, part.tokens[part.sampled], spans_of(part)[part.sampled]))
             teacher.free_unsharded()
@@ -72,29 +76,33 @@ class Comparison:
         def of_all(hidden: Tensor, head: Head) -> Tensor:                                       # -> [N]
             if len(found) == 1 and lesson is microbatch:
                 # sequence parallel may have cut N, and then `of_token` is too long
-                return self.of_tokens(hidden, head, found[0])
+                return self.of_tokens((hidden, head), found[0])
             whole = Reading(hidden, head, microbatch.tokens[microbatch.sampled], spans)
             parts = []
             places = []
             for number, reading in enumerate(found):
                 own = ((of_token == number) & (spans >= 0)).nonzero()[:, 0]                     # [n]
                 ours = whole.take(own)
+                places.append(own)
+                if isinstance(reading, BestWords):
+                    parts.append(self.of_tokens((ours.hidden, head), reading))
+                    continue
                 theirs = reading.take(torch.isin(reading.spans, ours.spans))
                 shared = self.words[number]
                 if shared is None:
-                    values = self.of_tokens(ours.hidden, head, theirs)
+                    parts.append(self.of_tokens((ours.hidden, head), theirs))
                 else:
-                    values = self.of_spans(ours, theirs, shared)
-                parts.append(values)
-                places.append(own)
+                    parts.append(self.of_spans(ours, theirs, shared))
             values = torch.cat(parts)
             return values.new_zeros(len(hidden)).index_copy(0, torch.cat(places), values)
 
         return of_all
 
-    def of_tokens(self, hidden: Tensor, head: Head, theirs: Reading) -> Tensor:
+    def of_tokens(self, student: tuple[Tensor, Head], theirs: Reading | BestWords) -> Tensor:
         """[N], token by token."""
-        return linear_divergence((hidden, head), (theirs.hidden, theirs.head), self.divergence, self.temperature)
+        if isinstance(theirs, BestWords):
+            return self.divergence(*classes(student, theirs, self.temperature))
+        return linear_divergence(student, (theirs.hidden, theirs.head), self.divergence, self.temperature)
 
     def of_spans(self, ours: Reading, theirs: Reading, words: SharedWords) -> Tensor:
         """The divergence [n] of tokens that the two models cut otherwise."""

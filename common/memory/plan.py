@@ -12,6 +12,7 @@ from transformers import AutoModel, PretrainedConfig
 
 from common.flags.model import OffloadConfig
 from common.flags.rules import num_shards
+from common.flags.served import is_served
 from common.forward.mixture import check_balanced, use_float32_routers
 from common.forward.router_replay import routers_of
 from common.forward.vision import FAMILIES
@@ -83,6 +84,7 @@ class MemoryPlan:
         self.reference_gb = 0.0
         self.reward_model_gb = 0.0
         self.teachers: list[Model] = []
+        self.has_served_teacher = False  # behind a server, with no weights here
         self.reserved_gb = RESERVED_GB
         self.offload = OffloadConfig()
         given = vars(args)
@@ -93,7 +95,10 @@ class MemoryPlan:
             self._add_frozen(args, hf_config, ranks, frozen)
         elif frozen:
             for path in filter(None, frozen):
-                self.teachers.append(self._add_frozen(args, hf_config, ranks, path, any_tokens=True))
+                if is_served(path):
+                    self.has_served_teacher = True
+                else:
+                    self.teachers.append(self._add_frozen(args, hf_config, ranks, path, any_tokens=True))
         if "reward_model" in given and args.reward_model.path:
             config = check_reward_model(args.reward_model, policy, longest)
             self.reward_model_gb = Model(config, policy, ranks, AutoModel).frozen_gb
@@ -153,7 +158,7 @@ class MemoryPlan:
         for teacher in self.teachers:
             vectors = teacher.config.vocab_size + tokens                # of its whole head, and its hidden states
             found["frozen models"] += teacher.itemsize * teacher.config.hidden_size * vectors / GIB
-        if self.teachers:                                               # the head's gradient in float32, and chunks
+        if self.teachers or self.has_served_teacher:                    # the head's gradient in float32, and chunks
             head = self.policy.config.vocab_size * self.policy.config.hidden_size
             found["log-prob tiles"] += (4 * head + 8 * CHUNK_BYTES["cuda"]) / GIB
         return found

@@ -26,7 +26,7 @@ from envs.runtime.processes import EpisodeProcesses
 from envs.runtime.response import Episode, Response, response_of
 from envs.runtime.template import check_tokens
 from envs.runtime.tool_calls import make_parser
-from rewards.runtime.worker import failure_of
+from rewards.runtime.replies import failure_of
 
 SLICE_S = 1.0  # while all episodes wait for tools, stop signals are looked for this often
 OTHER_FILES = 100  # open files that a rank has beside one an episode

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
+from common.curriculum.sampler import PromptSampler
 from common.engine.base import Engine, Request
 from common.flags.rollout import SamplingConfig
 from common.metrics import Meter
 from common.parallel.exchange import deliver
 from common.parallel.ranks import all_gather_objects, seed_of
-from common.prompts import PromptSampler
 from common.rollout import Sample
 from common.rollouts.scoring import PendingRollout, RolloutRequest, RolloutSource
 from envs.runtime.response import Response
@@ -117,7 +117,7 @@ def continue_rollout(source: RolloutSource, request: RolloutRequest, state: dict
             due.add(number)
     share = Share(
         groups,
-        PendingRollout(engine, source.scoring, samples, sampling),
+        PendingRollout(engine, source.scoring, samples, sampling, request.num_samples),
         request.num_samples,
         num_wanted=len(engine.local_prompts(len(request.rows))),
         due=due,

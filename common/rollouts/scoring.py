@@ -21,16 +21,20 @@ from common.flags.model import RewardModelConfig
 from common.flags.rollout import RolloutConfig
 from common.metrics import Meter
 from common.model.reward_model import RewardModel
-from common.parallel.ranks import all_max, all_names, all_sum, seed_of
+from common.parallel.ranks import all_max, all_sum, seed_of
+from common.prompts import Prompt
 from common.rollout import Rollout, Sample
 from common.rollouts.episodes import Episodes
 from common.rollouts.gather import gather_rollout
+from common.rollouts.measured import measure_rewards, scores_without_functions
 from common.rollouts.trial import try_function
 from envs.runtime.response import Response
 from envs.stored import pack, unpack
 from rewards import lookup
-from rewards.runtime.pool import RewardConfig, RewardPool, Scores, check_error_frac
-from rewards.runtime.replies import MAX_NAMES, MAX_SCORE
+from rewards.runtime.groups import OpenGroups
+from rewards.runtime.pool import RewardConfig, RewardPool
+from rewards.runtime.replies import MAX_SCORE
+from rewards.runtime.scores import Scores, check_error_frac
 
 
 def images_of_sample(sample: Sample) -> list[bytes]:
@@ -134,7 +138,8 @@ def start_rollout(source: RolloutSource, request: RolloutRequest) -> "PendingRol
         for k in range(num_samples):
             samples.append(Sample(group * num_samples + k, group, rows[group], prompt))
             asked.append(Request(prompt, seed_of(*request.seed, request.first + group, k)))
-    pending = PendingRollout(engine, source.scoring, samples, request.sampling)
+    group_size = num_samples + request.with_greedy
+    pending = PendingRollout(engine, source.scoring, samples, request.sampling, group_size)
     if episodes is None:
         engine.complete(asked, request.sampling, pending.score, source.stop)
     else:
@@ -157,11 +162,16 @@ def start_remote_rollout(bridge: Bridge, source: RolloutSource, request: Rollout
 class PendingRollout:
     """Responses that were sampled and are being scored."""
 
-    def __init__(self, engine: Engine, scoring: Scoring, samples: list[Sample], sampling: RolloutConfig):
+    def __init__(self, engine: Engine, scoring: Scoring, samples: list[Sample], sampling: RolloutConfig,
+                 group_size: int = 1):
+        """`samples`: `group_size` of each prompt, one after the other."""
         self.engine = engine
         self.scoring = scoring
         self.samples = samples
         self.sampling = sampling
+        self.groups: OpenGroups | None = None
+        if scoring.pool is not None and scoring.pool.grouped:
+            self.groups = OpenGroups(self._submit_group, group_size)
         self.step = -1
         """The training step in which they were sampled; -1: none."""
         self.rows: Sequence[int] = ()
@@ -171,7 +181,10 @@ class PendingRollout:
     def score(self, i: int, response: Response, reply: dict[str, Any] | None = None) -> None:
         """Hand response `i` of this engine to the scorers; each rank of the engine does that for its share. `reply`: an
         episode's own score, in the form of a reward worker's reply; or a text to be scored."""
-        if i % self.engine.config.tp != self.engine.tp_rank:
+        number = i
+        if self.groups is not None:
+            number = i // self.groups.size  # its rank scores a whole group
+        if number % self.engine.config.tp != self.engine.tp_rank:
             return
         sample = self.samples[i]
         pool = self.scoring.pool
@@ -180,6 +193,8 @@ class PendingRollout:
         if reply is not None and reply.keys() & {"score", "failure"}:
             if pool is not None:
                 pool.put(i, reply)
+            if self.groups is not None:
+                self.groups.add(i, None, sample.prompt)
             return
         if reply:
             sample.text = reply["text"]
@@ -188,9 +203,14 @@ class PendingRollout:
             if self.sampling:
                 stop = self.sampling.stop
             sample.text = response.text(self.scoring.tokenizer, stop)
-        if pool is not None:
-            prompt = sample.prompt
+        prompt = sample.prompt
+        if self.groups is not None:
+            self.groups.add(i, sample.text, prompt)
+        elif pool is not None:
             pool.submit(i, prompt.data_source, sample.text, prompt.ground_truth, prompt.extra_info)
+
+    def _submit_group(self, indices: list[int], texts: list[str], prompt: Prompt) -> None:
+        self.scoring.pool.submit_group(indices, prompt.data_source, texts, prompt.ground_truth, prompt.extra_info)
 
     def collect(self, meter: Meter) -> Rollout:
         """Wait for the scores. All ranks call this together.
@@ -256,44 +276,6 @@ class PendingRollout:
             scores.scores[i] = math.nan
             if on_error == "zero":
                 scores.scores[i] = 0.0
-
-
-def scores_without_functions(samples: list[Sample]) -> Scores:
-    """What stands in for the reward functions where a reward model scores alone: 0, to which its score is
-    added. An episode that failed has no score, whatever the reward model would say of it."""
-    scores = []
-    extras: list[dict[str, Any]] = []
-    for sample in samples:
-        score = 0.0
-        if sample.response.end_reason in ("timeout", "error"):
-            score = math.nan
-        scores.append(score)
-        extras.append({})
-    return Scores(
-        scores=scores,
-        extras=extras,
-        failures=[None] * len(samples),
-    )
-
-
-def measure_rewards(meter: Meter, samples: list[Sample], scores: Scores) -> None:
-    """Add to `meter` the shares of failures, and the means of the numbers in the reward dicts. All ranks call
-    it."""
-    is_timeout = []
-    is_error = []
-    for kind in scores.failures:
-        is_timeout.append(kind == "timeout")
-        is_error.append(kind not in (None, "timeout"))
-    meter.mean("reward/timeout_frac", torch.tensor(is_timeout))
-    meter.mean("reward/error_frac", torch.tensor(is_error))
-    numbers: dict[str, list[float]] = {}
-    for sample in samples:
-        for name, value in sample.extras.items():
-            if isinstance(value, float):
-                numbers.setdefault(name, []).append(value)
-    for name in all_names({*numbers})[:MAX_NAMES]:
-        values = numbers.get(name, [])                              # other ranks may have some
-        meter.mean(f"reward/{name}", torch.tensor(values, dtype=torch.float64))
 
 
 class RemoteRollout:

@@ -30,8 +30,10 @@ class NoiseScale:
         self.state = {"steps": 0, "norm_sq": 0.0, "product": 0.0, "weight": 0.0} | state
         # weight: the share of gradients in AdamW's first moment, whose first value is 0 and whose gradients are clipped
 
-    def watch(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Look before each step of `optimizer`: at other times its moments may be offloaded."""
+    def watch(self, model: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Follow the training of `model`, a PackedModel. Look before each step of `optimizer`: at other times its
+        moments may be offloaded."""
+        model.noise_scale = self
         parameters = [*model.parameters()]
 
         def before_step(*_: Any) -> None:
@@ -51,8 +53,10 @@ class NoiseScale:
             state["product"] = self.decay * state["product"] + self.product / kept / state["weight"]
         state["weight"] = beta * state["weight"] + (1 - beta) * kept
 
-    def prompts(self, per_update: float) -> float | None:
-        """B_noise, for mini-batches of `per_update` prompts. None: too few steps yet, or no signal is seen."""
+    def metrics(self, per_update: float) -> dict[str, float]:
+        """B_noise in prompts, for mini-batches of `per_update` prompts, and noise over signal of one. Empty: too few
+        steps yet, or no signal is seen."""
         if self.state["steps"] < AT_LEAST or self.state["product"] <= 0:
-            return None
-        return per_update * max(self.state["norm_sq"] / self.state["product"] - 1, 0.0)
+            return {}
+        ratio = max(self.state["norm_sq"] / self.state["product"] - 1, 0.0)
+        return {"signal/noise_scale": per_update * ratio, "signal/noise_to_signal": ratio}

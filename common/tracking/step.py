@@ -68,9 +68,11 @@ def step_metrics(meter: Meter, timer: Timer, world: World, lengths: np.ndarray, 
     return metrics
 
 
-def shared_tokens_frac(minibatches: list[Minibatch]) -> float:
-    """Share of the tokens of the update, on all ranks, that did not run because others begin with them, too
-    (--policy.share-prompt). All ranks call this together."""
+def sharing_metrics(minibatches: list[Minibatch], share_prompt: bool) -> dict[str, float]:
+    """With --policy.share-prompt the share of the tokens of the update, on all ranks, that did not run because others
+    begin with them, too. All ranks call this together."""
+    if not share_prompt:
+        return {}
     num_shared = 0
     num_tokens = 0
     for microbatch in chain(*minibatches):
@@ -78,7 +80,7 @@ def shared_tokens_frac(minibatches: list[Minibatch]) -> float:
         if microbatch.shared_prefixes is not None:
             num_shared += len(microbatch.tokens) - len(microbatch.shared_prefixes.run)
     of_all_ranks, tokens = all_sum([num_shared, num_tokens]).tolist()
-    return of_all_ranks / max(tokens, 1)
+    return {"perf/shared_tokens_frac": of_all_ranks / max(tokens, 1)}
 
 
 def rollout_metrics(sampled: Rollout, num_sampled_tokens: float, gen_s: float, max_prompt_length: int,

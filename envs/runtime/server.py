@@ -29,8 +29,8 @@ from envs.runtime.chat import Chat
 from envs.runtime.conversation import environments
 from envs.tools import prepare_schemas
 from rewards import load_function
-from rewards.runtime.replies import packed, plain, reply_of
-from rewards.runtime.worker import failure_of, ignore_stops
+from rewards.runtime.replies import failure_of, packed, plain, reply_of
+from rewards.runtime.worker import ignore_stops
 
 MAX_PRINTED = 10_000  # characters that an episode may print; the rest is dropped
 TOOL_GRACE_S = 0.5  # a tool that takes too long is told to the model, and does not end the episode

@@ -16,11 +16,12 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rewards import json_object
+from rewards.runtime.config import RewardConfig, check_reward
+from rewards.runtime.groups import of_members
 from rewards.runtime.process import WorkerProcess
 from rewards.runtime.replies import MAX_NAMES, MAX_TEXT
 from rewards.runtime.scores import Scores
@@ -30,43 +31,8 @@ log = logging.getLogger(__name__)
 GRACE_S = 1.0  # a batch is killed this long after the deadlines that an `async def` has in the worker itself
 CLOSE_S = 2.0  # closing waits this long for a thread that is just starting its worker
 # names of metrics reward/NAME that are no reward function's
-RESERVED = ("error_frac", "timeout_frac", "constant_group_frac", "model", "overlong_penalty", "overlong_punishment")
-
-
-@dataclass
-class RewardConfig:
-    function: tuple[str, ...] = ()
-    """Reward function(s), path/to/file.py:name with verl's signature. Default: the table in rewards/ by data_source.
-    Not with --reward-model.alone."""
-    weights: tuple[float, ...] = ()
-    """One factor per --reward.function; the weighted scores are summed. Default: 1 each. Needs --reward.function."""
-    kwargs: str = "{}"
-    """Further keyword arguments, a JSON object, e.g. '{"method": "flexible"}': each function gets those that it names.
-    For a secret, name an environment variable, '{"key": {"env": "MY_KEY"}}': only the workers read its value. Not with
-    --reward-model.alone."""
-    num_workers: int = 4
-    """Worker processes per rank. 0: score in the trainer's own process (for pdb), without deadline."""
-    concurrency: int = 32
-    """Most samples that a worker gets at once if a function is `async def` or batched; it gets only queued samples.
-    Only for --reward.num-workers above 0."""
-    timeout_s: float = 10.0
-    """Seconds one sample may take before its worker is killed and replaced. Only for --reward.num-workers above 0."""
-    on_error: Literal["drop", "zero", "stop"] = "drop"
-    """What to do with a sample without a score (exception, timeout, crash, not a finite number): leave it out (NaN),
-    give it reward 0, or stop."""
-    max_error_frac: float = 0.5
-    """Stop if more than this share of a step's samples, over all ranks, has no score."""
-
-
-def check_reward(config: RewardConfig) -> None:
-    """Refuse what cannot work. Mistyped commands meet it before torch is imported."""
-    if config.weights and len(config.weights) != len(config.function):
-        raise ValueError(f"--reward.weights has {len(config.weights)} numbers, --reward.function "
-                         f"{len(config.function)} names; give one weight per function")
-    if config.num_workers < 0 or config.concurrency < 1 or config.timeout_s <= 0:
-        raise ValueError(f"--reward.num-workers {config.num_workers} must be at least 0, --reward.concurrency "
-                         f"{config.concurrency} at least 1 and --reward.timeout-s {config.timeout_s} above 0")
-    json_object("--reward.kwargs", config.kwargs)
+RESERVED = ("error_frac", "form_frac", "timeout_frac", "constant_group_frac", "model", "overlong_penalty",
+            "overlong_punishment")
 
 
 class RewardPool:
@@ -106,6 +72,7 @@ class RewardPool:
         self.num_attempts = 0
         self.broken = ""  # why no worker can be started
         self.num_ready = 0
+        self.grouped = False  # a function gets all responses of a group in one call
         self.closed = False
         self.logged: set[str] = set()
         self.names = {"acc", "pred"}  # keys of reward dicts that are kept
@@ -115,6 +82,7 @@ class RewardPool:
         self.scorer = None
         if num_workers == 0:
             self.scorer = Scorer(*self.scorer_args)
+            self.grouped = self.scorer.grouped
         self.threads: list[threading.Thread] = []
         for _ in range(num_workers):
             thread = threading.Thread(target=self.serve, daemon=True)
@@ -130,29 +98,52 @@ class RewardPool:
 
     def submit(self, index: int, data_source: str, solution_str: str, ground_truth: Any,
                extra_info: dict | None = None) -> None:
-        if index in self.pending or index in self.replies:
-            raise ValueError(f"sample {index} was submitted twice")
-        request = pickle.dumps((data_source, solution_str, ground_truth, extra_info))
+        if self.grouped:
+            self.submit_group([index], data_source, [solution_str], ground_truth, extra_info)
+        else:
+            self._submit([index], pickle.dumps((data_source, solution_str, ground_truth, extra_info)))
+
+    def submit_group(self, indices: Sequence[int], data_source: str, solution_strs: list[str], ground_truth: Any,
+                     extra_info: dict | None = None) -> None:
+        """All responses to a prompt, for functions that get them together (`grouped`)."""
+        self._submit(indices, pickle.dumps((data_source, solution_strs, ground_truth, extra_info)))
+
+    def _submit(self, indices: Sequence[int], request: bytes) -> None:
+        for index in indices:
+            if index in self.pending or index in self.replies:
+                raise ValueError(f"sample {index} was submitted twice")
         if self.scorer is not None:
-            self.replies[index] = self.scorer([pickle.loads(request)])[0]  # its own copy, as in a worker
+            self.keep(indices, self.scorer([pickle.loads(request)])[0])  # its own copy, as in a worker
             return
         with self.changed:
             self.raise_if_broken()
-            self.pending.add(index)
-        self.jobs.put((index, request))
+            self.pending.update(indices)
+        self.jobs.put((indices, request))
+
+    def keep(self, indices: Sequence[int], reply: dict) -> None:
+        """The reply to a job. The lock is held, or no worker runs."""
+        for index, of_one in zip(indices, of_members(reply, len(indices)), strict=True):
+            if index >= 0:
+                self.replies[index] = of_one
+            else:
+                self.attempts[index] = of_one
+        self.pending.difference_update(indices)
 
     def attempt(self, sample: Sample, wait_s: float) -> dict | None:
         """A worker's reply to one sample that is in no result, or None if it takes longer than wait_s. With num_workers
         0 by a worker of its own, so that nothing changes in this process."""
+        if self.grouped:
+            source, text, truth, info = sample
+            sample = source, [text, ""], truth, info
         request = pickle.dumps(sample)
         if self.scorer is not None:
             worker = WorkerProcess(self.scorer_args)
             reply = worker.score([request], max(wait_s, 0.0))[0]
             worker.close()
-            return reply
-        self.num_attempts += 1
+            return of_members(reply, 1)[0]
+        self.num_attempts += 2
         index = -self.num_attempts
-        self.jobs.put((index, request))
+        self.jobs.put(([index, index + 1][: 1 + self.grouped], request))
         with self.changed:
             self.changed.wait_for(lambda: index in self.attempts or self.broken, max(wait_s, 0.0))
             self.raise_if_broken()
@@ -263,12 +254,8 @@ class RewardPool:
                 continue
             jobs = jobs[len(samples):]
             with self.changed:
-                for index, reply in zip(indices, replies):
-                    if index >= 0:
-                        self.replies[index] = reply
-                    else:
-                        self.attempts[index] = reply
-                self.pending.difference_update(indices)
+                for of_job, reply in zip(indices, replies):
+                    self.keep(of_job, reply)
                 self.changed.notify_all()
         self.jobs.put(None)  # for the next thread
         if worker is not None:
@@ -286,6 +273,7 @@ class RewardPool:
         self.workers[threading.current_thread()] = worker
         with self.changed:
             self.num_ready += 1
+            self.grouped = worker.grouped
             self.changed.notify_all()
         return worker
 
@@ -314,14 +302,3 @@ class RewardPool:
 
     def __exit__(self, *_) -> None:
         self.close()
-
-
-def check_error_frac(num_failed: int, num_scored: int, limit: float, first_failure: str) -> None:
-    """Raises RuntimeError if more than the share `limit` (--reward.max-error-frac) of a step's samples has no score.
-    The numbers cover all ranks; `first_failure` is this rank's Scores.first_failure."""
-    if num_failed > limit * num_scored:
-        raise RuntimeError(
-            f"{num_failed / num_scored:.0%} of the samples have no reward ({num_failed} of {num_scored} on all "
-            f"ranks), more than --reward.max-error-frac {limit:g}. The first of this rank:\n"
-            f"{first_failure or 'none; see the other ranks'}"
-        )

@@ -41,6 +41,7 @@ class WorkerProcess:
             self.close()
             raise RuntimeError(f"a reward worker could not start ({reply['failure']}):\n{reply['text']}")
         self.concurrent = reply["concurrent"]  # it takes many samples at once
+        self.grouped = reply["grouped"]  # a sample is a group
 
     def score(self, samples: Sequence[bytes], timeout_s: float) -> list[dict]:
         """A reply for each sample; the same failure for all if the worker had to be killed."""

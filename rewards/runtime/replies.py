@@ -3,8 +3,13 @@
 import binascii
 import itertools
 import numbers
+import sys
+import traceback
 from array import array
+from pathlib import Path
 from typing import Any
+
+from rewards import BrokenForm
 
 MAX_SCORE = 1e9     # larger ones would make sums and squares of float32 infinite
 MAX_NUMBER = 1e100  # the other numbers of a reward dict: larger ones would make their mean infinite
@@ -12,6 +17,7 @@ MAX_NAMES = 64      # keys of a reward dict, beside its score
 MAX_NAME = 100      # characters
 MAX_TEXT = 10_000   # characters of a text in a reward dict, and of a traceback
 MAX_NUMBERS = 1_000_000  # in the lists of one reward dict: a list of one number a token is whole
+OWN = Path(__file__).parent  # its files are no place where a reward function failed
 
 
 def reply_of(name: str, result: Any) -> dict:
@@ -113,6 +119,8 @@ def numbers_of(value: Any) -> list[float] | None:
 def packed(reply: dict) -> dict:
     """A reply for a pipe, as JSON: each list of numbers is {"float64": base64}, some ten times as fast as
     digits."""
+    if "group" in reply:
+        return {"group": [packed(of_one) for of_one in reply["group"]]}
     if "extra" not in reply:
         return reply
     extra = dict(reply["extra"])
@@ -125,6 +133,8 @@ def packed(reply: dict) -> dict:
 
 def unpacked(reply: dict) -> dict:
     """The reply that was `packed`. No other value of "extra" is a dict."""
+    if "group" in reply:
+        return {"group": [unpacked(of_one) for of_one in reply["group"]]}
     if "extra" not in reply:
         return reply
     extra = dict(reply["extra"])
@@ -133,3 +143,28 @@ def unpacked(reply: dict) -> dict:
             data = binascii.a2b_base64(value["float64"])
             extra[name] = array("d", data).tolist()
     return reply | {"extra": extra}
+
+
+def failure_of(error: BaseException) -> dict:
+    """The exception's name, place and traceback, whose middle is left out if it is long."""
+    text = "".join(traceback.format_exception(error))
+    if len(text) > MAX_TEXT:
+        half = MAX_TEXT // 2
+        text = f"{text[:half]}\n... {len(text) - MAX_TEXT} characters left out ...\n{text[-half:]}"
+    name = type(error).__name__
+    failure = "exception"
+    if isinstance(error, BrokenForm):
+        failure = "form"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent != OWN]
+    of_user = [frame for frame in frames if not frame.filename.startswith((sys.prefix, sys.base_prefix))]
+    if of_user:
+        frames = of_user  # and not of a library
+    place = ""
+    if frames:
+        place = f"{frames[-1].filename}, line {frames[-1].lineno}: "
+    return {
+        "failure": failure,
+        "kind": name,
+        "text": text,
+        "where": f"{place}{name}: {str(error)[:500]}",
+    }

@@ -17,17 +17,15 @@ import pickle
 import signal
 import struct
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rewards import find, load_reward, prepare, resolve, takes
-from rewards.runtime import replies
-from rewards.runtime.replies import MAX_SCORE, MAX_TEXT, packed, reply_of
+from rewards.runtime import groups
+from rewards.runtime.replies import MAX_SCORE, failure_of, packed, reply_of
 
 Sample = tuple[str, str, Any, dict | None]  # data_source, solution_str, ground_truth, extra_info
-OWN_FILES = {__file__, replies.__file__}  # they are no place where a reward function failed
 
 
 def copies(samples: list[Sample]) -> list[Sample]:
@@ -111,6 +109,42 @@ class Reward:
         return reply_of(self.name, result)
 
 
+class GroupReward(Reward):
+    """A function of all responses of a group, whose samples have a list of texts. A reply is {"group": one of each},
+    or a failure."""
+
+    def __init__(self, name: str, function: Callable, kwargs: dict[str, Any]):
+        super().__init__(name, function, kwargs)
+        self.batched = False
+        self.concurrent = inspect.iscoroutinefunction(function)
+
+    def call(self, sample: Sample) -> Any:
+        data_source, solution_strs, ground_truth, extra_info = sample
+        num_responses = len(solution_strs)
+        returned = self.function(
+            data_source=data_source,
+            solution_strs=solution_strs,
+            ground_truth=ground_truth,
+            extra_info=extra_info,
+            **self.kwargs,
+        )
+        if inspect.iscoroutine(returned):
+            return self.awaited(returned, num_responses)
+        return self.of_group(returned, num_responses)
+
+    async def awaited(self, returned: Any, num_responses: int) -> list[Any]:
+        return self.of_group(await returned, num_responses)
+
+    def of_group(self, returned: Any, num_responses: int) -> list[Any]:
+        results = list(returned)
+        if len(results) != num_responses:
+            raise ValueError(f"{self.name} returned {len(results)} scores for a group of {num_responses} responses")
+        return results
+
+    def reply(self, result: Any) -> dict:
+        return {"group": [reply_of(self.name, of_one) for of_one in result]}
+
+
 class Scorer:
     """The reward functions of a run, loaded once; without any, the table in rewards/ selects by data_source."""
 
@@ -130,11 +164,16 @@ class Scorer:
         self.rewards = []
         if functions:
             of_each = prepare(functions, self.kwargs)  # the keyword arguments that it takes
-            self.rewards = [Reward(*three) for three in zip(names, functions, of_each)]
+            for name, of_name, taken in zip(names, functions, of_each):
+                kind = GroupReward if groups.is_group_function(of_name) else Reward
+                self.rewards.append(kind(name, of_name, taken))
+        self.grouped = any(isinstance(reward, GroupReward) for reward in self.rewards)
         self.concurrent = any(reward.concurrent for reward in self.rewards)
         self.table: dict[str, Reward] = {}
 
     def __call__(self, samples: list[Sample]) -> list[dict]:
+        if self.grouped:
+            return self.score_groups(samples)
         if not self.rewards:
             return [self.score_by_source(sample) for sample in samples]
         # each function gets its own, because it may change them
@@ -142,6 +181,31 @@ class Scorer:
         given += [copies(samples) for _ in self.rewards[1:]]
         columns = [reward(mine, self.timeout_s) for reward, mine in zip(self.rewards, given)]
         return [self.combine(replies) for replies in zip(*columns)]
+
+    def score_groups(self, samples: list[Sample]) -> list[dict]:
+        """Functions of one response score each of a group's."""
+        singles: list[Sample] = []
+        sizes = []
+        for source, texts, truth, info in samples:
+            sizes.append(len(texts))
+            for text in texts:
+                singles.append((source, text, truth, info))
+        columns = []
+        for reward in self.rewards:
+            if isinstance(reward, GroupReward):
+                replies_of = reward(copies(samples), self.timeout_s)
+                column: list[dict] = []
+                for reply, n in zip(replies_of, sizes):
+                    column += groups.of_members(reply, n)
+                columns.append(column)
+            else:
+                columns.append(reward(copies(singles), self.timeout_s))
+        combined = [self.combine(replies) for replies in zip(*columns, strict=True)]
+        found = []
+        for n in sizes:
+            found.append({"group": combined[:n]})
+            combined = combined[n:]
+        return found
 
     def score_by_source(self, sample: Sample) -> dict:
         source = sample[0]
@@ -189,28 +253,6 @@ def wait(result: Any) -> Any:
     return result
 
 
-def failure_of(error: BaseException) -> dict:
-    """The exception's name, place and traceback, whose middle is left out if it is long."""
-    text = "".join(traceback.format_exception(error))
-    if len(text) > MAX_TEXT:
-        half = MAX_TEXT // 2
-        text = f"{text[:half]}\n... {len(text) - MAX_TEXT} characters left out ...\n{text[-half:]}"
-    name = type(error).__name__
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in OWN_FILES]
-    of_user = [frame for frame in frames if not frame.filename.startswith((sys.prefix, sys.base_prefix))]
-    if of_user:
-        frames = of_user  # and not of a library
-    place = ""
-    if frames:
-        place = f"{frames[-1].filename}, line {frames[-1].lineno}: "
-    return {
-        "failure": "exception",
-        "kind": name,
-        "text": text,
-        "where": f"{place}{name}: {str(error)[:500]}",
-    }
-
-
 def ignore_stops() -> None:
     """Clusters send these signals to all processes of a job. The trainer acts on them, and needs the scores to save."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
@@ -255,7 +297,7 @@ def main() -> None:
         if scorer is None:
             try:
                 scorer = Scorer(*request)
-                answer = {"concurrent": scorer.concurrent}
+                answer = {"concurrent": scorer.concurrent, "grouped": scorer.grouped}
             except (Exception, SystemExit) as error:
                 answer = failure_of(error) | {"failure": "start"}
         else:

@@ -18,8 +18,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from transformers import AutoTokenizer
 
+from common.curriculum.sampler import PromptSampler
 from common.dataset.store import load_prompts
-from common.prompts import DataConfig, PromptSampler
+from common.prompts import DataConfig
 from tests.bench.record import report
 
 WORDS = ["a", "the", "of", "Anna", "Ben", "has", "gives", "apples", "boxes", "more", "how", "many", "does", "left", "3",

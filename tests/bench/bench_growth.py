@@ -40,6 +40,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoTokenizer, Qwen2Config
 
 from common import losses
+from common.curriculum.sampler import PromptSampler
 from common.dataset.store import PromptSet, load_prompts
 from common.metrics import Meter
 from common.model import loading
@@ -48,7 +49,7 @@ from common.model.policy import ModelConfig
 from common.packing import Sequences, plan_step
 from common.parallel import exchange
 from common.parallel.ranks import World, all_gather_objects, all_sum, seed_of
-from common.prompts import DataConfig, Prompt, PromptSampler
+from common.prompts import DataConfig, Prompt
 from common.rollout import Minibatch, Rollout, Sample
 from common.rollouts.gather import gather_rollout
 from common.rollouts.record import token_texts

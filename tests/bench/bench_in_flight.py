@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import tyro
 
+from common.curriculum.sampler import PromptSampler
 from common.engine.base import EngineSetup, RolloutConfig
 from common.engine.make import make_engine
 from common.metrics import Meter
@@ -19,7 +20,7 @@ from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig
 from common.parallel import ranks
 from common.parallel.ranks import seed_of
-from common.prompts import Prompt, PromptSampler
+from common.prompts import Prompt
 from common.rollouts.in_flight import continue_rollout
 from common.rollouts.scoring import RolloutRequest, RolloutSource, start_rollout
 from tests.bench.record import report

@@ -23,9 +23,9 @@ import tyro
 from transformers import AutoTokenizer
 
 import sft
+from common.curriculum.sampler import PromptSampler
 from common.dataset.conversations import ConversationSet, RowParser, load_conversations
 from common.engine.make import stop_tokens
-from common.prompts import PromptSampler
 from tests.bench.bench_step import run
 from tests.bench.record import ROOT, report
 

@@ -11,10 +11,11 @@ from unittest import mock
 
 import tyro
 
+from common.curriculum.sampler import PromptSampler
 from common.metrics import Meter
 from common.model.reward_model import RewardModelConfig
 from common.parallel import ranks
-from common.prompts import PromptSampler, TemplateConfig
+from common.prompts import TemplateConfig
 from common.rollouts.episodes import start_episodes
 from common.rollouts.in_flight import continue_rollout
 from common.rollouts.scoring import RolloutRequest, RolloutSource, Scoring

@@ -28,8 +28,9 @@ import psutil
 import tyro
 from transformers import AutoTokenizer
 
+from common.curriculum.sampler import PromptSampler
 from common.dataset.store import load_prompts
-from common.prompts import DataConfig, PromptSampler
+from common.prompts import DataConfig
 from tests.bench.record import ROOT, report
 
 DIFFERENCES = {

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import tyro
 
 from common.checkpoint import files
-from common.prompts import PromptSampler
+from common.curriculum.sampler import PromptSampler
 from tests.checkpoint.faulty import LIKE_TORCHRUN, Server
 from tests.checkpoint.faulty import server as warm_server
 from tests.checkpoint.test_resume import PROMPTS, SAMPLES, assert_same_run, metrics, steps_on_disk, tiny_run

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from common.curriculum.rates import from_text, pool_metrics, pool_weights, to_text, update_rates
+from common.curriculum.sampler import PromptSampler
 from common.flags.data import DataConfig
 from common.flags.rules import check_pool
-from common.prompts import PromptSampler
 from tests.checkpoint.faulty import server
 from tests.conftest import STOPS, launch
 from tools import try_script

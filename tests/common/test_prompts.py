@@ -17,10 +17,11 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import sft
+from common.curriculum.sampler import PromptSampler
 from common.dataset.conversations import ConversationConfig, RowParser, load_conversations, pieces_of
 from common.dataset.store import load_prompts
 from common.flags.data import find_files
-from common.prompts import DataConfig, PromptSampler
+from common.prompts import DataConfig
 from envs.runtime.conversation import ChatTemplate
 from envs.runtime.lengths import Lengths, letters_of
 from envs.runtime.template import Clock

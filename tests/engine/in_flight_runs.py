@@ -9,8 +9,9 @@ from typing import ClassVar
 
 import torch
 
+from common.curriculum.sampler import PromptSampler
 from common.metrics import Meter
-from common.prompts import Prompt, PromptSampler
+from common.prompts import Prompt
 from common.rollout import Rollout
 from common.rollouts.in_flight import continue_rollout
 from common.rollouts.scoring import RolloutRequest, RolloutSource

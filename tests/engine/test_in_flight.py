@@ -9,11 +9,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from common.curriculum.sampler import PromptSampler
 from common.engine.base import SamplingConfig
 from common.metrics import Meter
 from common.model.reward_model import RewardModelConfig
 from common.parallel.ranks import seed_of
-from common.prompts import PromptSampler, TemplateConfig
+from common.prompts import TemplateConfig
 from common.rollouts.episodes import start_episodes
 from common.rollouts.in_flight import continue_rollout
 from common.rollouts.scoring import RolloutRequest, RolloutSource, Scoring

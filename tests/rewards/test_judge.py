@@ -121,7 +121,7 @@ def test_judge_scores_by_template_and_regex(server, monkeypatch):
 ])
 def test_judge_reads_the_number_with_its_sign(server, answer, low, wanted):
     results = score(server, f"say {answer}", low=low)
-    assert results.failures == ["exception" if wanted is None else None]
+    assert results.failures == ["form" if wanted is None else None]
     assert results.scores == [wanted or 0.0]     # an error gives 0 here
 
 
@@ -145,7 +145,7 @@ def test_judge_retries_and_counts_what_stays_wrong(server, monkeypatch, caplog):
     with caplog.at_level(logging.DEBUG):
         results = score(server, "busy", "mute", "denied", "down", "11", "4", max_retries=2)
     assert results.scores == [0.7, 0.0, 0.0, 0.0, 0.0, 0.4]
-    assert results.failures == [None, "exception", "exception", "exception", "exception", None]
+    assert results.failures == [None, "form", "exception", "exception", "form", None]
     tries = [request[3]["messages"][0]["content"].partition("Response:\n")[2].split()[0] for request in server.requests]
     assert [tries.count(word) for word in ("busy", "mute", "denied", "down", "11", "4")] == [3, 1, 1, 3, 1, 1]
     assert "gave no score from 0 to 10" in caplog.text

@@ -103,7 +103,8 @@ def test_a_failed_list_is_counted_and_no_metric(world):
         rollout = PendingRollout(None, scoring, samples, None).collect(meter)
     assert rollout.samples[0].extras == {"per_token": [0.5] * 2000, "depth": 3.0}
     assert rollout.has_score.tolist() == [True, False]
-    assert meter.reduce() == {"reward/error_frac": 0.5, "reward/timeout_frac": 0.0, "reward/depth": 3.0}
+    assert meter.reduce() == {
+        "reward/error_frac": 0.5, "reward/timeout_frac": 0.0, "reward/form_frac": 0.0, "reward/depth": 3.0}
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -16,8 +16,9 @@ import pytest
 
 from rewards import lookup
 from rewards.runtime import process
-from rewards.runtime.pool import RewardConfig, RewardPool, check_error_frac
+from rewards.runtime.pool import RewardConfig, RewardPool
 from rewards.runtime.replies import MAX_NAMES
+from rewards.runtime.scores import check_error_frac
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

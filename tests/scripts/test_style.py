@@ -211,7 +211,7 @@ def test_a_flag_that_nobody_reads_is_found():
     assert Flags(sources).unread() == ["common/flags/record.py SaveConfig.dtype"]
     pool = "rewards/runtime/pool.py"
     source = SOURCES[pool].replace("max_error_frac: float = 0.5):", "other: float = 0.5):")
-    assert Flags(SOURCES | {pool: source}).unread() == [f"{pool} RewardConfig.max_error_frac"]
+    assert Flags(SOURCES | {pool: source}).unread() == ["rewards/runtime/config.py RewardConfig.max_error_frac"]
 
 
 def test_every_flag_has_its_help():

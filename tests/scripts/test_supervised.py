@@ -20,13 +20,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Phi3Config, Qwen3V
 
 import dpo
 import sft
+from common.curriculum.sampler import PromptSampler
 from common.dataset.conversations import ConversationConfig, RowParser, check_supervised, load_conversations
 from common.engine.base import RolloutConfig
 from common.engine.make import check_rollout
 from common.metrics import preference_metrics
 from common.model.loading import Weights, load_policy, read_config
 from common.model.policy import ModelConfig
-from common.prompts import PromptSampler
 from common.segments import segment_sum
 from common.tracking.logger import LogConfig
 from common.training import Training

@@ -23,8 +23,7 @@ def main(model: str, kind: str, max_norm: str) -> None:
     policy = load_policy(model, ModelConfig(compute_dtype="float32"), world)
     config = OptimConfig(kind=kind, max_grad_norm=float(max_norm))
     optimizer = make_optimizer(policy, config)
-    policy.noise_scale = NoiseScale({}, decay=1.0)
-    policy.noise_scale.watch(policy, optimizer)
+    NoiseScale({}, decay=1.0).watch(policy, optimizer)
     parameters = [*policy.parameters()]
     generator = torch.Generator().manual_seed(0)
     signal = [torch.randn(p.shape, generator=generator) for p in parameters]
@@ -39,7 +38,7 @@ def main(model: str, kind: str, max_norm: str) -> None:
                 parameter.grad.to_local().copy_(pieces[rank])
         optimizer_step(policy, optimizer, 0.0, config)
     if world.is_main:
-        print(json.dumps([policy.noise_scale.state, policy.noise_scale.prompts(8)]))
+        print(json.dumps([policy.noise_scale.state, policy.noise_scale.metrics(8)]))
 
 
 if __name__ == "__main__":

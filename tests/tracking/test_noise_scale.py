@@ -25,8 +25,9 @@ def seen(tiny_llama) -> dict[tuple, list]:
 def test_noise_scale_of_a_known_problem(seen):
     """Mini-batches of 8 prompts whose noise is 3 times the signal: 24 prompts. The second run clips every gradient to
     half its norm, on two ranks."""
-    for (state, prompts), expected in zip(seen.values(), (1.0, 0.5)):
-        assert prompts == pytest.approx(8 * NOISE, rel=0.1)
+    for (state, metrics), expected in zip(seen.values(), (1.0, 0.5)):
+        assert metrics["signal/noise_scale"] == pytest.approx(8 * NOISE, rel=0.1)
+        assert metrics["signal/noise_to_signal"] == pytest.approx(NOISE, rel=0.1)
         assert state["weight"] == pytest.approx(expected, abs=0.03)
     one, two = (state for state, _ in seen.values())
     assert one["norm_sq"] == pytest.approx(two["norm_sq"], rel=1e-5)    # before clipping, the same gradients
@@ -40,11 +41,11 @@ def test_a_state_continues_and_says_nothing_too_early():
         observe(whole, *of_step)
     for of_step in numbers[:AT_LEAST]:
         observe(first, *of_step)
-    assert first.prompts(8) is None and first.state["steps"] == AT_LEAST - 1
+    assert first.metrics(8) == {} and first.state["steps"] == AT_LEAST - 1
     resumed = NoiseScale(json.loads(json.dumps(first.state)))
     for of_step in numbers[AT_LEAST:]:
         observe(resumed, *of_step)
-    assert resumed.state == whole.state and whole.prompts(8) > 0
+    assert resumed.state == whole.state and whole.metrics(8)["signal/noise_scale"] > 0
     without = NoiseScale({})                                            # an optimizer without a first moment
     observe(without, 1.0, None)
     assert without.state == NoiseScale({}).state
@@ -59,9 +60,9 @@ def test_two_steps_by_hand():
     assert (scale.state["norm_sq"], scale.state["product"]) == (25.0, pytest.approx(1.0))
     assert scale.state["weight"] == pytest.approx(0.9 * 0.05 + 0.1)
     scale.state["steps"] = AT_LEAST
-    assert scale.prompts(4) == pytest.approx(4 * 24)
+    assert scale.metrics(4) == pytest.approx({"signal/noise_scale": 4 * 24, "signal/noise_to_signal": 24})
     scale.state["product"] = -1.0
-    assert scale.prompts(4) is None
+    assert scale.metrics(4) == {}
 
 
 def test_much_noise_is_said():

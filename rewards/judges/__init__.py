@@ -1,0 +1,1 @@
+"""What rewards/judge.py is made of."""
