@@ -38,7 +38,8 @@ class SharedPrefixes(NamedTuple):
         continues = num_before > 0
         last_before = self.key_rows[(key_ends[1:] - lengths - 1).clamp(min=0)]
         bounds = torch.cat([ends, last_before[continues] + 1]).unique()
-        starts, stops = bounds[:-1], bounds[1:]
+        starts = bounds[:-1]
+        stops = bounds[1:]
         whole = torch.searchsorted(ends, starts, right=True) - 1        # the segment that a piece is of
         num_keys = num_before[whole] + stops - ends[whole]
         cu_seqlens_k = torch.nn.functional.pad(num_keys.cumsum(0), (1, 0))

@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM, JambaConfig
 import common.forward.attention  # noqa: F401 - transformers knows packed_sdpa then
 from common.batch import Batch
 from common.forward import states
+from common.forward.scans import convolve, gated_delta_rule, make_chunks, state_space
 from common.forward.sequence_parallel import make_row
-from common.forward.states import convolve, gated_delta_rule, make_chunks, separate_states, state_space
+from common.forward.states import separate_states
 from common.model.loading import load_policy
 from common.model.policy import ModelConfig
 from tests.model.families import WITH_STATE, Float64, config_of, largest, one_by_one, relative, restore, save
