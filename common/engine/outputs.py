@@ -15,12 +15,11 @@ PARAMETERS = "engine_core_outputs engine_core_timestamp iteration_stats weight_v
 
 def shorten(processor: Any) -> None:
     """Put the short loop before this output processor's `process_outputs`."""
+    finish = getattr(processor, "process_outputs", None)
+    if finish is None or " ".join(inspect.signature(finish).parameters) != PARAMETERS:
+        return
     from vllm.logprobs import FlatLogprobs
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
-
-    finish = processor.process_outputs
-    if " ".join(inspect.signature(finish).parameters) != PARAMETERS:
-        return
 
     def process_outputs(outputs: Iterable[Any], iteration_stats: Any = None, **others: Any) -> Any:
         states = processor.request_states

@@ -251,8 +251,8 @@ def test_responses_without_a_reward_run_nowhere(folders, runs, script):
 
 @pytest.mark.parametrize(("name", "num_epochs"), [("grpo", 1), ("grpo share prompt", 1), ("grpo epochs", 2)])
 def test_the_flops_are_those_of_what_ran(folders, runs, tiny_llama, name, num_epochs):
-    """A backward costs two forwards. Summed over the ranks. Where beginnings are shared, each group runs its prompt once
-    at most, and all groups the beginning of the chat template once at least."""
+    """A backward costs two forwards. Summed over the ranks. Where beginnings are shared, each group runs its prompt at
+    most once, and all groups the beginning of the chat template at least once."""
     rows = pq.read_table(folders[1] / f"{name}/rollouts/step_000001.parquet").to_pylist()
     ran = [row for row in rows if row["entropy"] is not None]
     tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
