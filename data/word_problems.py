@@ -3,8 +3,8 @@
 Four templates of addition, subtraction and multiplication with small numbers. The prompt is a chat whose earlier turns
 show one solved example (`7 + 5 = 12` / `#### 12`): without it a 135M model almost never finds the format, and GRPO has
 no signal. Writes train.parquet and test.parquet in verl's columns; no test problem is in train. The same seed gives the
-same bytes. --solved also writes solved/train.parquet and solved/test.parquet, for sft.py (`prompt`, `response`) and
-dpo.py (`prompt`, `chosen`, `rejected`: a wrong result).
+same bytes. --solved also writes solved/train.parquet and solved/test.parquet, for sft.py (`prompt`, `response`),
+dpo.py (`prompt`, `chosen`, `rejected`: a wrong result) and kto.py (`prompt`, `completion`, `label`: one of both).
 """
 
 import random
@@ -56,8 +56,10 @@ def make_rows(num_train: int, num_test: int, seed: int) -> dict[str, list[dict]]
         row["prompt"] = [{"role": "user", "content": example}, {"role": "assistant", "content": solution},
                          *row["prompt"]]
         wrong = answer + mistakes.choice([-2, -1, 1, 2])
-        row["solved"] = {"prompt": row["prompt"], "response": right, "chosen": right,
-                         "rejected": f"{right.partition('=')[0]}= {wrong}\n#### {wrong}"}
+        rejected = f"{right.partition('=')[0]}= {wrong}\n#### {wrong}"
+        is_right = position % 2 == 0
+        row["solved"] = {"prompt": row["prompt"], "response": right, "chosen": right, "rejected": rejected,
+                         "completion": right if is_right else rejected, "label": is_right}
         rows[split].append(row)
     return rows
 

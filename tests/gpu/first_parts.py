@@ -79,6 +79,7 @@ RUNS = {                                                                # name -
     "distill, top-k": ("distill.py", [*SAMPLES, "--teacher", "experts", "--top-k", "8", "--divergence", "jsd"]),
     "sft": ("sft.py", ROWS),
     "dpo": ("dpo.py", ROWS),
+    "kto": ("kto.py", ROWS),
     "rm": ("rm.py", ROWS),
 }
 """Two steps each, by the part `scripts`. A model's name is that of its folder."""
