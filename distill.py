@@ -159,14 +159,14 @@ def jensen_shannon(logp: Tensor, logq: Tensor, beta: float) -> Tensor:
 DIVERGENCES = {"reverse-kl": reverse_kl, "forward-kl": forward_kl, "jsd": jensen_shannon}
 
 
-def divergence_of(args: Args, top_k: int) -> Callable[[Tensor, Tensor], Tensor]:
+def divergence_of(args: Args) -> Callable[[Tensor, Tensor], Tensor]:
     """The function of two models' log-probs [n, V] that is minimised: [n]."""
     def divergence(logp: Tensor, logq: Tensor) -> Tensor:
-        if top_k:
+        if args.top_k:
             ranked = logp
             if args.top_k_of == "teacher":
                 ranked = logq
-            words = ranked.topk(min(top_k, logp.shape[1])).indices                         # [n, k]
+            words = ranked.topk(min(args.top_k, logp.shape[1])).indices                         # [n, k]
             logp = logp.gather(1, words)
             logq = logq.gather(1, words)
         return DIVERGENCES[args.divergence](logp, logq, args.beta)
@@ -203,8 +203,8 @@ def main(args: Args) -> None:
         lessons = Lessons(run, [] if served_teachers else [*paths.values()], args.context, args.max_context_length)
         policy, optimizer = run.load_policy("policy", args.model, args.optim)
         teachers: list[Any] = [*served_teachers] or load_teachers(run, paths, is_averaged)
-        top_k = 0 if served_teachers else args.top_k            # a server's words are chosen already
-        comparison = Comparison(teachers, lessons.words, divergence_of(args, top_k), temperature)
+        compared = replace(args, top_k=0) if served_teachers else args      # a server's words are chosen already
+        comparison = Comparison(teachers, lessons.words, divergence_of(compared), temperature)
         run.describe(
             f"{args.divergence} to {len(teachers)} teacher(s), top k {args.top_k}; reward coef {args.reward_coef:g}; "
             f"{args.answers_per_step} rows with the data's answer",
