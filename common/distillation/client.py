@@ -38,7 +38,7 @@ class Client:
         self.address = address
         self.config = config
         self.has_stopped = has_stopped
-        self.key = os.environ.get(config.api_key_env, "")
+        self.key = os.environ.get(config.auth_env, "")
         headers = {}
         if self.key:
             headers["Authorization"] = f"Bearer {self.key}"
@@ -65,7 +65,7 @@ class Client:
         """One line that names the server, and never the key."""
         line = " ".join(f"--teacher {self.address.url}: {text}".split())
         if self.key:
-            line = line.replace(self.key, f"${self.config.api_key_env}")
+            line = line.replace(self.key, f"${self.config.auth_env}")
         return ServerError(line)
 
     def _once(self, path: str, body: dict[str, Any] | None, most_bytes: int) -> Any:

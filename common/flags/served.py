@@ -14,7 +14,7 @@ class ServedConfig:
     cache: str = ""
     """Folder with the answers of the server, on a disk that all ranks see. A sequence that is in it is not asked again.
     Default: teacher/ in --run-dir."""
-    api_key_env: str = ""
+    auth_env: str = ""
     """Name of the environment variable that holds the key of the server, sent as a bearer token. Default: no key."""
     concurrency: int = 16
     """Most requests that a rank has in flight, of one sequence each; the server batches them."""
@@ -53,7 +53,7 @@ def read_address(path: str) -> Address:
     parts = urlsplit(path)
     if "@" in parts.netloc or parts.query:
         raise ValueError(f"--teacher {parts.scheme}://{parts.hostname}: an address has no password and no ? in it: "
-                         f"name the variable that holds the key with --served.api-key-env")
+                         f"name the variable that holds the key with --served.auth-env")
     try:
         has_host = bool(parts.hostname) and parts.port != 0
     except ValueError:  # of a port that is no number
@@ -94,6 +94,6 @@ def check_served(paths: Iterable[str], args: Any) -> None:
     if config.concurrency < 1 or config.timeout_s <= 0 or config.wait_s < 0:
         raise ValueError(f"--served.concurrency {config.concurrency} must be at least 1, --served.timeout-s "
                          f"{config.timeout_s:g} above 0 and --served.wait-s {config.wait_s:g} at least 0")
-    if config.api_key_env and not os.environ.get(config.api_key_env):
-        raise ValueError(f"--served.api-key-env {config.api_key_env}: this environment variable is not set; set it "
+    if config.auth_env and not os.environ.get(config.auth_env):
+        raise ValueError(f"--served.auth-env {config.auth_env}: this environment variable is not set; set it "
                          f"where the trainer starts")

@@ -229,7 +229,7 @@ def test_with_equal_tokenizers_the_numbers_are_those_of_today(spellings):
     for divergence in distill.DIVERGENCES:
         of_words = distill.divergence_of(distill.Args(model="m", train_data=("x",), divergence=divergence))
         comparison = reading.Comparison([], [], of_words, 0.7)
-        aligned, today = comparison.of_spans(mine, other, words), comparison.of_tokens(hidden, Head(weight), other)
+        aligned, today = comparison.of_spans(mine, other, words), comparison.of_tokens((hidden, Head(weight)), other)
         assert torch.equal(aligned, today) and today.min() > 0
         for one, same in zip(torch.autograd.grad(aligned.sum(), both), torch.autograd.grad(today.sum(), both)):
             assert torch.equal(one, same)

@@ -233,6 +233,7 @@ import json
 from pathlib import Path
 from common import prompts as data
 from common.dataset.store import load_prompts
+from common.curriculum.sampler import PromptSampler
 from common.parallel import ranks
 from transformers import AutoTokenizer
 world = ranks.init()
@@ -241,7 +242,7 @@ calls, encode = [], tokenizer.apply_chat_template
 tokenizer.apply_chat_template = lambda *args, **kwargs: calls.append(1) or encode(*args, **kwargs)
 config = data.DataConfig()
 prompts = load_prompts([{path!r}], tokenizer, config)
-sampler = data.PromptSampler(len(prompts), prompts.loaded.data_hash, seed=5)
+sampler = PromptSampler(len(prompts), prompts.loaded.data_hash, seed=5)
 result = [prompts[i].tokens for i in sampler.take(50)] + [prompts.loaded.summary(), prompts.loaded.data_hash]
 try:
     load_prompts([{bad!r}], tokenizer, config)

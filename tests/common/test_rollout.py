@@ -22,7 +22,7 @@ from common.metrics import Meter, Timer
 from common.parallel.ranks import seed_of
 from common.prompts import Prompt
 from common.rollout import Layout, Response, Rollout, Sample, scatter_fields, to_minibatches
-from common.rollouts import scoring
+from common.rollouts import measured, scoring
 from common.rollouts.gather import gather_rollout
 from common.rollouts.record import row_of
 from common.rollouts.scoring import RolloutRequest, RolloutSource, responses_from_state, responses_to_state
@@ -107,7 +107,7 @@ def test_a_response_is_known_by_its_place_and_has_a_seed_of_its_own(tp):
     engine = SimpleNamespace(local_prompts=lambda count: range(1, count, 2), complete=complete, tp_rank=tp - 1,
                              config=SimpleNamespace(tp=tp))
     submitted = []
-    pool = SimpleNamespace(submit=lambda *given: submitted.append(given))
+    pool = SimpleNamespace(grouped=False, submit=lambda *given: submitted.append(given))
     tokenizer = Decoding(lambda tokens: f"text {tokens[0]}")
     judge = SimpleNamespace(pool=pool, tokenizer=tokenizer, advance=lambda: None, episodes=None)
     source = RolloutSource(engine, judge, DATA)
@@ -138,9 +138,9 @@ def test_a_validation_is_one_call_of_the_engine(world, num_samples):
             on_finish(i, Response([number], [-0.5], "stop"))
 
     answers = []
-    pool = SimpleNamespace(submit=lambda i, source, text, truth, info: answers.append((int(text), info["row"])),
-                           results=lambda: Scores(
-                               [], [float(row in (4, 2) if number == 2 else number) for number, row in answers],
+    pool = SimpleNamespace(
+        grouped=False, submit=lambda i, source, text, truth, info: answers.append((int(text), info["row"])),
+        results=lambda: Scores([], [float(row in (4, 2) if number == 2 else number) for number, row in answers],
                                [{} for _ in answers], [None for _ in answers]))
     engine = SimpleNamespace(local_prompts=range, complete=complete, tp_rank=0, config=SimpleNamespace(tp=1),
                              sleep=lambda: None)
@@ -211,6 +211,7 @@ def test_a_reward_model_scores_while_the_engine_sleeps(world):
     run.tracker = SimpleNamespace(progress=lambda name, total: nullcontext(lambda: None))
     run.checkpoints = SimpleNamespace(check=lambda: None, stopping=lambda: False)
     run.timer, run.meter, run.metrics, run.step = Timer(), Meter(), {}, 0
+    run.success_rates = torch.full((10,), torch.nan)
 
     def happens(call) -> list[str]:
         events.clear()
@@ -237,15 +238,16 @@ def test_lost_scores_and_names_are_counted_over_all_ranks(world, monkeypatch):
     names = sorted(f"{name}_{rank}" for name in range(40) for rank in range(2))
     scores = Scores([*range(4)], [float("nan")] * 3 + [1.0], [{f"{n}_0": 1.0 for n in range(40)}] * 4,
                     ["timeout", "crash", "crash", None])
-    pool = SimpleNamespace(results=lambda: scores)
+    pool = SimpleNamespace(grouped=False, results=lambda: scores)
     judge = SimpleNamespace(pool=pool, model=None, episodes=None, config=RewardConfig())
     monkeypatch.setattr(scoring, "all_sum", lambda here: torch.tensor(here) + torch.tensor([lost_elsewhere, 4]))
-    monkeypatch.setattr(scoring, "all_names", lambda here: sorted(here | set(names)))
+    monkeypatch.setattr(measured, "all_names", lambda here: sorted(here | set(names)))
     pending = scoring.PendingRollout(None, judge, make_samples([0.0] * 4), SamplingConfig())
     meter = Meter()
     assert pending.collect(meter).has_score.tolist() == [False] * 3 + [True]
     assert meter.reduce()["reward/error_frac"] == 2 / 4 and meter.reduce()["reward/timeout_frac"] == 1 / 4
-    assert meter.sums.keys() - {"reward/timeout_frac", "reward/error_frac"} == {f"reward/{n}" for n in names[:64]}
+    shares = {"reward/timeout_frac", "reward/error_frac", "reward/form_frac"}
+    assert meter.sums.keys() - shares == {f"reward/{n}" for n in names[:64]}
     lost_elsewhere = 2
     with pytest.raises(RuntimeError, match=r"62% of the samples have no reward \(5 of 8 on all ranks\)"):
         pending.collect(Meter())
@@ -257,7 +259,7 @@ def test_a_reward_models_score_that_is_no_number_is_a_failure(world, on_error, w
     lost = 0.0 if on_error == "zero" else math.nan
     scores = Scores([*range(6)], [1.0, 2.0, 3.0, 4.0, lost, 6.0], [{}] * 6, [None] * 4 + ["timeout", None])
     judged = [0.5, math.nan, math.inf, -3e9, 1.0, -2.0]
-    judge = SimpleNamespace(pool=SimpleNamespace(results=lambda: scores), episodes=None,
+    judge = SimpleNamespace(pool=SimpleNamespace(grouped=False, results=lambda: scores), episodes=None,
                             model=SimpleNamespace(score=lambda *_: judged, weight=2.0, unread={}, reads_images=False),
                             config=RewardConfig(on_error=on_error, max_error_frac=0.7))
     pending, meter = scoring.PendingRollout(None, judge, make_samples([0.0] * 6), SamplingConfig()), Meter()
@@ -971,7 +973,8 @@ def test_what_a_model_says_keeps_its_markers(smollm, markers, text, end, seen):
     response = Response(tokens, [0.0] * len(tokens), "stop" if end else "length")
     seen = text if seen is None else seen
     submitted = []
-    judge = SimpleNamespace(pool=SimpleNamespace(submit=lambda i, source, text, *_: submitted.append(text)),
+    pool = SimpleNamespace(grouped=False, submit=lambda i, source, text, *_: submitted.append(text))
+    judge = SimpleNamespace(pool=pool,
                             advance=lambda: None, tokenizer=tokenizer)
     engine = SimpleNamespace(config=SimpleNamespace(tp=1), tp_rank=0)
     sample = Sample(0, 0, 0, SimpleNamespace(data_source="", ground_truth="", extra_info={}, images=None, tokens=[1]))

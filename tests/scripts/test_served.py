@@ -472,7 +472,7 @@ def test_the_key_is_sent_and_never_shown(server, monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")              # not used: requests go to the host alone
     server.fault = lambda handler, _: ({"error": f"bad key {handler.headers['Authorization']}"}, 401)
     with pytest.raises(ServerError, match=r"bad key Bearer \$TEACHER_KEY") as error:
-        client_of(server, api_key_env="TEACHER_KEY").top_k([1, 2], 1, 2, 9)
+        client_of(server, auth_env="TEACHER_KEY").top_k([1, 2], 1, 2, 9)
     assert server.requests[0][0] == f"Bearer {SECRET}" and SECRET not in str(error.value)
     monkeypatch.setenv("OPENAI_API_KEY", SECRET)                        # a key that was not named is not sent
     with pytest.raises(ServerError):
@@ -536,7 +536,7 @@ def test_another_model_does_not_continue_a_cache(server, probes, tmp_path):
     check(server, probes, tmp_path)
     with torch.no_grad():
         before = server.model.lm_head.weight.clone()
-        server.model.lm_head.weight.mul_(20.0)
+        server.model.lm_head.weight.mul_(200.0)
     try:
         with pytest.raises(ValueError, match="is another model than the one whose answers are in"):
             check(server, probes, tmp_path)
@@ -567,7 +567,7 @@ def test_a_broken_file_of_the_cache_is_told(tmp_path):
     ({"teacher": ("http://h:x/v1",)}, "must be http://host:port/v1"),
     ({"teacher": ("http://u:secret@h/v1",)}, "--teacher http://h: an address has no password"),
     ({"served": ServedConfig(concurrency=0)}, "--served.concurrency 0 must be at least 1"),
-    ({"served": ServedConfig(api_key_env="NO_SUCH_KEY")}, "NO_SUCH_KEY: this environment variable is not set"),
+    ({"served": ServedConfig(auth_env="NO_SUCH_KEY")}, "NO_SUCH_KEY: this environment variable is not set"),
     ({"rollout": distill.Args("", ()).rollout.__class__(temperature=0.7)}, "--rollout.temperature 0.7 must be 1"),
     ({"policy": distill.Args("", ()).policy.__class__(sequence_parallel=2)}, "--policy.sequence-parallel 2 must be 1"),
 ])
