@@ -34,7 +34,7 @@ EARLY = {
     "verl's key": (f"grpo.py {GOOD} +data.train_batch_size=8", "data.train_batch_size=8", "tools.from_verl"),
     "a short name of a nested flag": (f"grpo.py {GOOD} --temperature 0.7", "--temperature",
                                       "did you mean --rollout.temperature?"),
-    "one that two groups have": (f"grpo.py {GOOD} --weights token", "--correction.weights or --reward.weights?"),
+    "one that two groups have": (f"grpo.py {GOOD} --weights token", "--correction.weights", "--reward.weights"),
     "True after a switch": (f"grpo.py {GOOD} --norm-by-std True", "True"),
     "one of two numbers": (f"grpo.py {GOOD} --optim.betas 0.9", "--optim.betas", "2"),
     "a flag without its value": ("grpo.py --train-data DATA --model", "--model"),

@@ -22,6 +22,8 @@ max-tokens-per-gpu prompts-per-chunk compare episode files prompt rows samples
 clip-low clip-high clip-dual norm-by-std kl-loss-coef kl-reward-coef entropy-coef aggregation max-gen-batches
 on-few-groups overlong-buffer mask-truncated baseline gamma lam critic-model critic-warmup-steps value-clip
 advantage advantage-per-step advantage-per-role reward-coef loss teacher context divergence
+desirable-weight undesirable-weight data.completion-column data.label-column
+served.cache served.auth-env served.concurrency served.timeout-s served.wait-s
 top-k beta label-smoothing centre-coef answer-key refresh-reference-every eval-n eval-prompts
 policy.compute-dtype policy.replicas policy.sequence-parallel policy.expert-parallel policy.router-float32
 policy.trust-remote-code

@@ -15,8 +15,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-# left out on purpose: only a GPU uses it, and it takes a gigabyte
-NOT_NEEDED = {("xgrammar", "triton"), ("openenv", "gradio")}
+# left out on purpose: only a GPU uses it, and it takes a gigabyte; of Trackio's pictures, which are not logged
+NOT_NEEDED = {("xgrammar", "triton"), ("openenv", "gradio"), ("trackio", "pillow")}
 INSTEAD = {"fastmcp": "fastmcp-slim"}  # the same modules, without the server's packages
 RESOLVE_S = 120  # 20 to 45 s with a near package index
 
