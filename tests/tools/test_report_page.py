@@ -3,6 +3,7 @@ responses are drawn where they are in sight, and a served page follows its run."
 
 import base64
 import gzip
+import inspect
 import io
 import json
 import math
@@ -25,6 +26,7 @@ from PIL import Image
 
 import tools.report
 import tools.runs
+from common import metrics
 from common.rollouts.record import SCHEMA, Recorder, write_step
 from common.rollouts.record import write_validation as write_validation_file
 from common.tracking.logger import LogConfig
@@ -362,7 +364,7 @@ PREFERENCES = ("Preference accuracy, share of pairs", "Preferences, rewards and 
 
 @pytest.mark.parametrize(("script", "titles"), [
     ("sft", ["Loss"]), ("distill", ["Loss"]),
-    ("dpo", ["Loss", *PREFERENCES]), ("rm", ["Loss", *PREFERENCES]),
+    ("dpo", ["Loss", *PREFERENCES]), ("rm", ["Loss", *PREFERENCES]), ("kto", ["Loss", *PREFERENCES, "KL of KTO, nats"]),
     ("online_dpo", ["Loss", *PREFERENCES, "Preference pairs of a step"]),
     ("grpo", []), ("ppo", []),
 ])
@@ -370,8 +372,10 @@ def test_losses_and_preferences_have_a_chart(script, titles):
     """Whatever of these names a script or its functions log is drawn, for one run; the loss for several runs too."""
     assert len(CHARTS) > 20
     text = (ROOT / f"{script}.py").read_text()
-    if "preference_metrics(" in text:
-        text += (ROOT / "common/metrics.py").read_text()
+    logged = inspect.getsource(metrics.preference_metrics), inspect.getsource(metrics.label_metrics)
+    for function, source in zip(("preference_metrics(", "label_metrics("), logged):
+        if function in text:
+            text += source
     names = set(re.findall(r'"((?:train|val|distillation)/loss|preference/\w+)"', text))
     drawn = [(title, {name for name in names if re.search(one, name)}) for title, one, _ in CHARTS]
     assert [title for title, shown in drawn if shown] == titles

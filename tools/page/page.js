@@ -18,6 +18,7 @@ const CHARTS = [                                        // title, metrics of one
   ["Preference accuracy, share of pairs", /^preference\/accuracy$/],
   ["Preferences, rewards and margin", /^preference\/(margin|(chosen|rejected)_reward)$/, /^preference\/margin$/],
   ["Preference pairs of a step", /^preference\/pairs$/],
+  ["KL of KTO, nats", /^preference\/kl$/],
   ["Response length, tokens", /^response_length\/(mean|max|min)$/, /^response_length\/mean$/],
   ["Turns and calls of tools, of an episode", /^(num_turns|tool_call_counts)\/mean$|^episode\/tool_errors$/],
   ["Ends of episodes, share", /^episode\/\w+_frac$/],
