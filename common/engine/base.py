@@ -31,6 +31,10 @@ PROBE_TOKENS = 256
 """Most tokens of a prompt of the probe, which is scored in one pass, whatever the token budget: any beginning of a
 prompt shows whether engine and trainer agree, also one that ends inside an image, whose tokens are text here."""
 
+ASK_EVERY = 8
+"""Steps after which the ranks of a tensor-parallel engine ask their first one whether to stop: a broadcast takes as
+long as some 5% of a step."""
+
 
 def validation_sampling(config: RolloutConfig, temperature: float) -> RolloutConfig:
     """How validation samples; temperature 0 is greedy."""
@@ -123,17 +127,20 @@ class Engine:
         sampling: SamplingConfig,
         on_finish: Callable[[int, Response], Any] = lambda *_: None,
         stop: Callable[[], bool] = lambda: False,
+        is_complete: Callable[[], bool] = lambda: False,
     ) -> list[Response]:
         """The response of each request, in order. All ranks of an engine pass the same requests.
 
         A prompt equal to the one before it is not computed again. `on_finish(i, response)` is called when response i
-        ends. Once `stop()` is true, responses may be unfinished."""
+        ends. Once `stop()` or `is_complete()` is true, responses may be unfinished: `stop()` of the engine's first rank
+        decides, within some steps; `is_complete()` follows from the responses alone, so all ranks of an engine know it
+        at once."""
         self.begin(stop)
         responses = [request.response for request in requests]
         for i in self.order(requests):
             if not requests[i].response.finish_reason:
                 self._add_rest(i, requests[i], sampling)
-        while self.has_unfinished() and not self.stop():
+        while self.has_unfinished() and not is_complete() and not self.stop():
             for i, part in self.step():
                 responses[i].extend(part, part.finish_reason)
                 on_finish(i, responses[i])
@@ -155,7 +162,17 @@ class Engine:
     def begin(self, stop: Callable[[], bool]) -> None:
         """Call before requests are added. `stop`: see `complete`; the first rank of an engine decides for all."""
         self.must_be(True, "asleep: call engine.wake(policy) first")
-        self.stop = lambda: self.from_first_rank(stop())
+        self._stop = stop
+        self._num_stop_calls = 0
+
+    def stop(self) -> bool:
+        """Whether to sample no more, the same on all ranks of an engine. While several ranks decode, most calls ask
+        nobody (`ASK_EVERY`)."""
+        is_due = self._num_stop_calls % ASK_EVERY == 0
+        self._num_stop_calls += 1
+        if self.config.tp > 1 and self.has_unfinished() and not is_due:
+            return False
+        return self.from_first_rank(self._stop())
 
     def order(self, requests: Sequence[Request]) -> Sequence[int]:
         """The numbers of the requests, in the order in which they are queued."""

@@ -48,11 +48,12 @@ class Episodes:
 
     def run(self, engine: Engine, requests: Sequence[Request], sampling: RolloutConfig,
             on_end: Callable[[int, Response, dict[str, Any]], None], stop: Callable[[], bool],
-            keep: bool = False) -> None:
+            is_complete: Callable[[], bool] = lambda: False, keep: bool = False) -> None:
         """Run an episode for each request. `on_end(i, response, reply)` is called as episode i ends, with the last
-        message of its process. Once `stop()` is true, no more is sampled. `keep`: the processes of unfinished episodes
-        go on until the next call with `keep`, whose requests continue them. Otherwise an unfinished episode restarts;
-        the model's earlier replies are replayed to it as long as the environment repeats what it said before."""
+        message of its process. `stop` and `is_complete`: see `Engine.complete`. `keep`: the processes of unfinished
+        episodes go on until the next call with `keep`, whose requests continue them. Otherwise an unfinished episode
+        restarts; the model's earlier replies are replayed to it as long as the environment repeats what it said
+        before."""
         engine.begin(stop)
         self.num_restarted = 0
         keys = [(request.seed, *request.prompt.tokens) for request in requests]
@@ -62,7 +63,7 @@ class Episodes:
         place = {i: n for n, i in enumerate(engine.order(requests))}
         waiting.sort(key=lambda i: (keys[i] not in self.kept, place[i]), reverse=True)      # the last one starts first
         running: dict[int, Episode] = {}
-        while (running or waiting) and not engine.stop():
+        while (running or waiting) and not is_complete() and not engine.stop():
             while waiting and len(running) < self.config.episodes_at_once:
                 number = waiting.pop()
                 running[number] = self.start(engine, number, requests[number], sampling, keys[number])

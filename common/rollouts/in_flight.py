@@ -49,7 +49,6 @@ class Share:
     due: set[int]  # numbers of groups not yet taken whose tokens would be too old in the next step
     taken: list[int] = field(default_factory=list)
 
-    @property
     def is_complete(self) -> bool:
         return len(self.taken) == self.num_wanted
 
@@ -123,15 +122,13 @@ def continue_rollout(source: RolloutSource, request: RolloutRequest, state: dict
         due=due,
     )
 
-    def has_ended() -> bool:
-        return share.is_complete or source.stop()
-
     for number in range(len(groups)):                               # some were complete before this step
         share.take(number)
     if episodes is None:
-        engine.complete(asked, sampling, share.end, has_ended)
+        engine.complete(asked, sampling, share.end, source.stop, share.is_complete)
     else:
-        episodes.run(engine, asked, sampling, share.end, has_ended, keep=sampling.max_staleness > 0)
+        keep = sampling.max_staleness > 0
+        episodes.run(engine, asked, sampling, share.end, source.stop, share.is_complete, keep)
         meter.total("episode/restarted", episodes.num_restarted if engine.tp_rank == 0 else 0)
     number_samples(share, samples, engine)
 

@@ -5,7 +5,9 @@ Run under torchrun by test_sync.py: `engine_models.py FOLDER DRAFTS MODEL...`, o
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
+from unittest import mock
 
 import torch
 import transformers
@@ -178,11 +180,27 @@ def stop_early(engine: Engine) -> dict:
     requests = [PROMPTS[i % 5] + [i] for i in range(64)]
     ends = tuple(range(0, 512, 12))  # a response ends after 12 tokens or so
     finished = []
-    sampled = generate(
+    calls = Counter()
+
+    def counted(name):
+        function = getattr(engine, name)
+
+        def call(*given):
+            calls[name] += 1
+            return function(*given)
+
+        return mock.patch.object(engine, name, call)
+
+    with counted("step"), counted("from_first_rank"):
+        sampled = stop_after_three(engine, requests, ends, finished)
+    return {"sampled": [r.tokens if r.finish_reason else None for r in sampled], "num_before": 3, "calls": calls}
+
+
+def stop_after_three(engine: Engine, requests: list[list[int]], ends: tuple[int, ...], finished: list[int]) -> list:
+    return generate(
         engine, requests, range(64), SamplingConfig(1.0, 60, stop_token_ids=ends), lambda i, _: finished.append(i),
         stop=lambda: engine.world.is_main and len(finished) >= 3,
     )
-    return {"sampled": [r.tokens if r.finish_reason else None for r in sampled], "num_before": 3}
 
 
 def verdict(model: str, world: ranks.World) -> str:

@@ -14,7 +14,7 @@ import torch
 
 from common.batch import Batch
 from common.engine import vllm
-from common.engine.base import SamplingConfig
+from common.engine.base import ASK_EVERY, SamplingConfig
 from common.model.loading import load_policy
 from common.model.policy import ModelConfig
 from tests.conftest import VLLM, launch
@@ -143,6 +143,8 @@ def test_two_ranks_are_one_engine(drafts, tmp_path):
         num_sampled = sum(tokens is not None for tokens in stopped[0]["sampled"])
         print(f"{num_sampled} of 64 responses sampled, {stopped[0]['num_before']} before the stop")
         assert stopped[0]["num_before"] <= num_sampled < 32
+        num_steps = stopped[0]["calls"]["step"]
+        assert num_steps % ASK_EVERY == 0 and stopped[0]["calls"]["from_first_rank"] == num_steps // ASK_EVERY + 1
         assert "checksums differ" in seen["verdict"] and "model.norm.weight" in seen["verdict"]
         played = seen.pop("episodes"), other.pop("episodes")
         assert [[episode["index"] for episode in found] for found in played] == [[0, 2], [1]]  # each scores its share
