@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from common.engine.base import Engine, Request, SamplingConfig
+from common.engine.base import Engine, Request, SamplingConfig, Until
 from common.prompts import Prompt
 from envs.runtime.response import Response
 
@@ -15,4 +15,4 @@ def generate(
     """One response per prompt (token ids), in order; greedy if the seed is None. See `Engine.complete`."""
     rows = [Prompt(list(tokens), "", "", {}, []) for tokens in prompts]
     requests = [Request(row, seed) for row, seed in zip(rows, seeds, strict=True)]
-    return engine.complete(requests, sampling, on_finish, stop)
+    return engine.complete(requests, sampling, on_finish, Until(stop))

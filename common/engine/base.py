@@ -8,7 +8,7 @@ the compute dtype.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,6 +48,16 @@ class Request:
     prompt: Prompt
     seed: int | None  # None: greedy
     response: Response = field(default_factory=Response)  # as an earlier call left it
+
+
+class Until(NamedTuple):
+    """What ends sampling before all responses have ended."""
+
+    stop: Callable[[], bool] = lambda: False  # the first rank of an engine decides for all of them, within some steps
+    is_complete: Callable[[], bool] = lambda: False  # follows from the responses alone: all ranks know it at once
+
+
+ALL_RESPONSES = Until()
 
 
 @dataclass
@@ -126,21 +136,18 @@ class Engine:
         requests: Sequence[Request],
         sampling: SamplingConfig,
         on_finish: Callable[[int, Response], Any] = lambda *_: None,
-        stop: Callable[[], bool] = lambda: False,
-        is_complete: Callable[[], bool] = lambda: False,
+        until: Until = ALL_RESPONSES,
     ) -> list[Response]:
         """The response of each request, in order. All ranks of an engine pass the same requests.
 
         A prompt equal to the one before it is not computed again. `on_finish(i, response)` is called when response i
-        ends. Once `stop()` or `is_complete()` is true, responses may be unfinished: `stop()` of the engine's first rank
-        decides, within some steps; `is_complete()` follows from the responses alone, so all ranks of an engine know it
-        at once."""
-        self.begin(stop)
+        ends. Where `until` ends sampling, responses may be unfinished."""
+        self.begin(until.stop)
         responses = [request.response for request in requests]
         for i in self.order(requests):
             if not requests[i].response.finish_reason:
                 self._add_rest(i, requests[i], sampling)
-        while self.has_unfinished() and not is_complete() and not self.stop():
+        while self.has_unfinished() and not until.is_complete() and not self.stop():
             for i, part in self.step():
                 responses[i].extend(part, part.finish_reason)
                 on_finish(i, responses[i])
@@ -160,7 +167,7 @@ class Engine:
         self.add(number, tokens, seed, limited, request.prompt.images)
 
     def begin(self, stop: Callable[[], bool]) -> None:
-        """Call before requests are added. `stop`: see `complete`; the first rank of an engine decides for all."""
+        """Call before requests are added. `stop`: see `Until`."""
         self.must_be(True, "asleep: call engine.wake(policy) first")
         self._stop = stop
         self._num_stop_calls = 0

@@ -13,7 +13,7 @@ from typing import Any
 
 from common.dataset.images import Images, check_sequence, embedding_size, show
 from common.dataset.store import template_arguments
-from common.engine.base import Engine, Request
+from common.engine.base import Engine, Request, Until
 from common.episodes.metrics import environment_of
 from common.episodes.replies import Parse, reply_of, seed_of_reply
 from common.flags.data import TemplateConfig
@@ -47,14 +47,14 @@ class Episodes:
     num_restarted: int = 0  # episodes in the last call of `run` that had replies and lost their process
 
     def run(self, engine: Engine, requests: Sequence[Request], sampling: RolloutConfig,
-            on_end: Callable[[int, Response, dict[str, Any]], None], stop: Callable[[], bool],
-            is_complete: Callable[[], bool] = lambda: False, keep: bool = False) -> None:
+            on_end: Callable[[int, Response, dict[str, Any]], None], until: Until,
+            keep: bool = False) -> None:
         """Run an episode for each request. `on_end(i, response, reply)` is called as episode i ends, with the last
-        message of its process. `stop` and `is_complete`: see `Engine.complete`. `keep`: the processes of unfinished
+        message of its process. Where `until` ends sampling, no more is sampled. `keep`: the processes of unfinished
         episodes go on until the next call with `keep`, whose requests continue them. Otherwise an unfinished episode
         restarts; the model's earlier replies are replayed to it as long as the environment repeats what it said
         before."""
-        engine.begin(stop)
+        engine.begin(until.stop)
         self.num_restarted = 0
         keys = [(request.seed, *request.prompt.tokens) for request in requests]
         if keep:
@@ -63,7 +63,7 @@ class Episodes:
         place = {i: n for n, i in enumerate(engine.order(requests))}
         waiting.sort(key=lambda i: (keys[i] not in self.kept, place[i]), reverse=True)      # the last one starts first
         running: dict[int, Episode] = {}
-        while (running or waiting) and not is_complete() and not engine.stop():
+        while (running or waiting) and not until.is_complete() and not engine.stop():
             while waiting and len(running) < self.config.episodes_at_once:
                 number = waiting.pop()
                 running[number] = self.start(engine, number, requests[number], sampling, keys[number])

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from common.curriculum.sampler import PromptSampler
-from common.engine.base import Engine, Request
+from common.engine.base import Engine, Request, Until
 from common.flags.rollout import SamplingConfig
 from common.metrics import Meter
 from common.parallel.exchange import deliver
@@ -124,11 +124,11 @@ def continue_rollout(source: RolloutSource, request: RolloutRequest, state: dict
 
     for number in range(len(groups)):                               # some were complete before this step
         share.take(number)
+    until = Until(source.stop, share.is_complete)
     if episodes is None:
-        engine.complete(asked, sampling, share.end, source.stop, share.is_complete)
+        engine.complete(asked, sampling, share.end, until)
     else:
-        keep = sampling.max_staleness > 0
-        episodes.run(engine, asked, sampling, share.end, source.stop, share.is_complete, keep)
+        episodes.run(engine, asked, sampling, share.end, until, keep=sampling.max_staleness > 0)
         meter.total("episode/restarted", episodes.num_restarted if engine.tp_rank == 0 else 0)
     number_samples(share, samples, engine)
 

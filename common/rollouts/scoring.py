@@ -14,7 +14,7 @@ import torch
 from common.dataset.messages import with_response
 from common.dataset.shown import JudgedImages
 from common.dataset.store import PromptSet
-from common.engine.base import Engine, Request
+from common.engine.base import Engine, Request, Until
 from common.engine.remote import Bridge, RemoteEngine
 from common.episodes.metrics import measure_episodes
 from common.flags.model import RewardModelConfig
@@ -141,9 +141,9 @@ def start_rollout(source: RolloutSource, request: RolloutRequest) -> "PendingRol
     group_size = num_samples + request.with_greedy
     pending = PendingRollout(engine, source.scoring, samples, request.sampling, group_size)
     if episodes is None:
-        engine.complete(asked, request.sampling, pending.score, source.stop)
+        engine.complete(asked, request.sampling, pending.score, Until(source.stop))
     else:
-        episodes.run(engine, asked, request.sampling, pending.score, source.stop)
+        episodes.run(engine, asked, request.sampling, pending.score, Until(source.stop))
     return pending
 
 

@@ -22,7 +22,7 @@ def sample(engine, prompts, policy, begun: list[int] | None = None) -> float:
     rows = [row for row in range(len(prompts)) for _ in range(2)]
     begun = begun or []
     requests = [Request(prompts[row], seed, Response(begun, [0.0] * len(begun), "")) for seed, row in enumerate(rows)]
-    responses = engine.complete(requests, SamplingConfig(1.0, 12 + len(begun)), lambda *_: None, lambda: False)
+    responses = engine.complete(requests, SamplingConfig(1.0, 12 + len(begun)))
     batch = Batch.build([prompts[row].tokens for row in rows], [response.tokens for response in responses],
                         rollout_logps=[response.logp for response in responses],
                         masks=[[n >= len(begun) for n in range(len(response.tokens))] for response in responses])

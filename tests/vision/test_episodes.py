@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from common.dataset.images import check_sequence, frame_of, load_processor, show
 from common.dataset.store import load_prompts
-from common.engine.base import EngineSetup, Request, RolloutConfig
+from common.engine.base import EngineSetup, Request, RolloutConfig, Until
 from common.engine.make import make_engine
 from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig
@@ -197,7 +197,7 @@ def test_an_episode_that_restarts_is_told_its_replies_after_the_same_pictures_al
     requests = [Request(prompt, 5) for prompt in data]
 
     def run(asked, stop):
-        episodes.run(engine, asked, config, lambda i, response, _: ended.update({i: response}), stop)
+        episodes.run(engine, asked, config, lambda i, response, _: ended.update({i: response}), Until(stop))
         return [ended.get(i) for i in range(len(asked))]
 
     try:
