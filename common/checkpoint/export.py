@@ -5,7 +5,7 @@ import os
 import shutil
 import tempfile
 from collections import ChainMap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -24,6 +24,7 @@ from common.checkpoint.older_readers import set_template, tokenizer_files, with_
 from common.checkpoint.own import MARK, check_replaceable, hidden
 from common.model.policy import Policy
 from common.parallel.ranks import World, all_gather_objects, together
+from common.source.published import published
 from rewards.runtime.cleaner import own_folder
 
 INDEX = "model.safetensors.index.json"
@@ -90,24 +91,6 @@ def model_of(files: dict[str, bytes]) -> PreTrainedModel | None:
         return None
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(CONFIG_MAPPING[config["model_type"]].from_dict(config))
-
-
-def published(lm: PreTrainedModel | None, tensors: Iterable[tuple[str, Tensor]], plan: dict[str, Tensor],
-              ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors under the names of published checkpoints, each as soon as its parts are there, as `plan` says.
-
-    When transformers loads a mixture, it fuses the experts (and renames a few tensors of other families). This uses the
-    function with which its own `save_pretrained` reverts that. A model whose code comes with it (None) names its
-    tensors itself."""
-    waiting: dict[str, Tensor] = {}
-    for name, tensor in tensors:
-        waiting[name] = tensor
-        made = waiting
-        if lm:
-            made = revert_weight_conversion(lm, waiting)
-        if all(part.shape == plan[key].shape for key, part in made.items()):
-            yield from made.items()
-            waiting = {}
 
 
 def replace_hf(out: Path, described: dict[str, Tensor], tensors: Iterable[tuple[str, Tensor]], files: dict[str, bytes],

@@ -20,11 +20,13 @@ from torch import Tensor
 from common.dataset.images import Images
 from common.engine.base import Engine, EngineSetup, Request
 from common.engine.extra import most_sequences
+from common.engine.names import published_form
 from common.engine.outputs import complete, shorten
 from common.engine.sync import Checksum, differing, held_checksums
 from common.engine.tail import Tail
 from common.engine.vllm_changes import (
     check_routers,
+    kept_classes,
     pack_on_cpu,
     quantize_on_load,
     start_on_cpu,
@@ -35,6 +37,7 @@ from common.flags.rollout import SamplingConfig
 from common.memory.plan import GRAPHS_GB, RESERVED_GB
 from common.model.flops import count_layers
 from common.parallel.ranks import all_names, seed_of
+from common.source.published import published
 from common.speculation.drafts import Drafts, draft_options, prepare_vllm
 from common.speculation.history import sample_major
 from envs.pictures import decode
@@ -124,7 +127,8 @@ class VLLMEngine(Engine):
                 prepare_vllm()
             # the other kernels for mixtures keep the experts' weights in another order, which a sync does not write
             extra = ({} if self.on_cpu else {"moe_backend": "triton"}) | json_object("--rollout.extra", config.extra)
-            self.llm = LLM(**options | extra)
+            with kept_classes():
+                self.llm = LLM(**options | extra)
         self.drafts = Drafts(config.drafts, self.llm) if config.drafts else None
         self.tail = Tail()
         shorten(self.llm.llm_engine.output_processor)
@@ -135,6 +139,7 @@ class VLLMEngine(Engine):
         # the layers that vLLM quantises itself, e.g. with --rollout.extra '{"quantization": "fp8_per_tensor"}'
         methods = {layer: getattr(layer, "quant_method", None) for layer in self.model.modules()}
         self.quantized = [layer for layer, method in methods.items() if getattr(method, "uses_meta_device", False)]
+        self.published_form = published_form(setup.hf_config)
         mapper = vars(type(self.model)).get("hf_to_vllm_mapper")
         if mapper is not None:
             self.name_of = replace(mapper, orig_to_new_stacked={})._map_name  # what is fused is compared in parts
@@ -151,6 +156,9 @@ class VLLMEngine(Engine):
         # of any rank are missing, all raise
         if self.on_cpu:
             unpack_on_cpu(self.model)
+        if self.published_form is not None:
+            lm, plan = self.published_form
+            tensors = published(lm, tensors, plan)
         with quantize_on_load(self.quantized, self.llm.llm_engine.vllm_config):
             names = {name.replace(".routed_experts", "") for name, _ in self.model.named_parameters()}
             loaded = self.model.load_weights(tensors)

@@ -1,6 +1,7 @@
 """What is changed in vLLM 0.32: start and packed weights on CPUs, routers in float32, layers that it quantises."""
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -8,6 +9,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import PreTrainedModel
 
 
 @contextlib.contextmanager
@@ -49,6 +51,38 @@ def start_on_cpu() -> Iterator[None]:
     )
     with keep_weights, mock.patch.object(CpuCommunicator, "_all_group_ranks_share_shm_group_name", return_value=False):
         yield
+
+
+@contextlib.contextmanager
+def kept_classes() -> Iterator[None]:
+    """While vLLM starts. Of a family that it has no model of its own for it runs transformers' model, and changes that
+    model's class, of which the trainer's model is, too. At the end the class is as it was, and vLLM's models are of a
+    class of their own, which is derived from it."""
+    from vllm.compilation import decorators
+
+    decorate = decorators._support_torch_compile
+    before: dict[type, tuple[tuple[type, ...], dict[str, Any]]] = {}
+
+    def decorate_and_note(cls: type, *args: Any, **kwargs: Any) -> type:
+        if issubclass(cls, PreTrainedModel):
+            before.setdefault(cls, (cls.__bases__, dict(vars(cls))))
+        return decorate(cls, *args, **kwargs)
+
+    with mock.patch.object(decorators, "_support_torch_compile", decorate_and_note):
+        yield
+    for cls, (bases, attributes) in before.items():
+        added = {name: value for name, value in vars(cls).items() if attributes.get(name) is not value}
+        more_bases = [base for base in cls.__bases__ if base not in bases]
+        models = [made for made in gc.get_objects() if type(made) is cls and "vllm_config" in vars(made)]
+        for name in added:
+            if name in attributes:
+                setattr(cls, name, attributes[name])
+            else:
+                delattr(cls, name)
+        cls.__bases__ = bases
+        own = type(cls.__name__, (cls, *more_bases), added)
+        for made in models:
+            made.__class__ = own
 
 
 def use_float32_routers() -> None:

@@ -15,6 +15,7 @@ import torch
 from common.batch import Batch
 from common.engine import vllm
 from common.engine.base import ASK_EVERY, SamplingConfig
+from common.forward.vision import auto_class
 from common.model.loading import load_policy
 from common.model.policy import ModelConfig
 from tests.conftest import VLLM, launch
@@ -22,7 +23,7 @@ from tests.engine import engine_models
 from tests.engine.engine_models import PROMPTS, SEEDS, make_model, perturb, round_trip, start
 from tests.generate import generate
 from tests.gpu import check_engine
-from tests.model import families
+from tests.model import families, scan_families
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("frozen_imports")]
 
@@ -55,6 +56,22 @@ def test_vllm_follows_every_family_and_comes_back(family, tied, world, tmp_path)
     seen = round_trip(make_model(family, tied, tmp_path), world)
     check(seen, num_compared(family, tied))
     assert sorted(seen["finished"]) == list(range(len(PROMPTS)))
+
+
+@pytest.mark.parametrize("family", [
+    "glm", pytest.param("deepseek_v3", marks=pytest.mark.sweep), pytest.param("mixtral", marks=pytest.mark.sweep),
+])
+def test_vllm_follows_families_that_it_takes_in_another_form(family, world, tmp_path):
+    """Mixtures whose experts it loads one by one, as they are published, and a family that it runs with transformers'
+    own model: the class of that model, which is the trainer's too, stays as it was."""
+    config = scan_families.for_vllm(family)
+    families.save(config, tmp_path)
+    kind = type(auto_class(config).from_config(config).model)
+    before = kind.__bases__, kind.__init__, kind.__call__
+    seen = round_trip(str(tmp_path), world)
+    assert max(seen["logp"]) < 2e-5 and max(seen["probe"]) < 2e-5 and seen["greedy"] == [0, 0]
+    assert seen["after"] != seen["before"] == seen["again"]
+    assert (kind.__bases__, kind.__init__, kind.__call__) == before
 
 
 def test_what_the_engine_keeps_in_float32_beside_bfloat16(world, tmp_path):

@@ -67,6 +67,8 @@ SMALL: dict[str, Any] = families.SIZES | families.HEAD | {
 }
 """Fields of configs, where a config has them."""
 WINDOW = {"layer_types": ["sliding_attention", "full_attention"]}
+AS_PUBLISHED = {"deepseek_v3": {"topk_method": "noaux_tc"}}
+"""Fields that published models have, transformers does not read, and vLLM does."""
 SPECIAL: dict[str, dict[str, Any]] = {
     "cohere_compass_text": WINDOW | {"rope_parameters": {
         kind: {"rope_type": "default", "rope_theta": 1e4} for kind in WINDOW["layer_types"]}},
@@ -347,7 +349,8 @@ def for_vllm(family: str) -> Any:
     changes = {"tie_word_embeddings": CONFIG_MAPPING[family]().tie_word_embeddings}
     if not fields.get("head_dim") and "kv_lora_rank" not in fields:
         changes |= {"num_attention_heads": 2, "num_key_value_heads": 2}
-    return CONFIG_MAPPING[family](**fields | {name: x for name, x in changes.items() if name in fields})
+    known = {name: x for name, x in changes.items() if name in fields}
+    return CONFIG_MAPPING[family](**fields | known | AS_PUBLISHED.get(family, {}))
 
 
 def examine_vllm(family: str) -> dict[str, Any]:
