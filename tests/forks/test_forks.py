@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.checkpoint.faulty import server
 from tests.conftest import ROOT, STOPS, launch
-from tests.forks.patches import DOCUMENT, apply, careless, documented, num_added
+from tests.forks.patches import DOCUMENT, apply, documented, num_added, source_of, stored
 from tests.forks.rewards import TOKENS
 from tests.forks.self_play import self_play, with_forgotten_baselines
 from tests.forks.two_policies import two_policies
@@ -38,7 +38,7 @@ MOVED = [*STOPS, *UNSAVED, "--total-steps", "1", "--epochs-per-step", "3", "--op
 @pytest.fixture(scope="module")
 def start(tiny_llama, small_train, tmp_path_factory):
     """`start(title or name, *flags)` runs a fork and returns its run folder; with check=False, what it said."""
-    forks = documented() | careless()
+    forks = documented() | stored()
 
     def start(fork: str, *more: str, ranks: int = 1, check: bool = True, base: str = GRPO):
         folder = tmp_path_factory.mktemp("fork")
@@ -91,9 +91,10 @@ def fours(numbers: list[float]) -> list[list[float]]:
 
 # --------------------------------------------------------------------------- the diffs themselves
 
-@pytest.mark.parametrize("diff", (documented() | careless()).values(), ids=(documented() | careless()).keys())
-def test_the_diffs_fit(diff):
-    assert apply(diff, GRPO)[1] == diff, "grpo.py's lines have moved: python -m tests.forks.patches"
+@pytest.mark.parametrize("name", documented() | stored())
+def test_the_diffs_fit(name):
+    diff = (documented() | stored())[name]
+    assert apply(diff, source_of(name))[1] == diff, "a script's lines have moved: python -m tests.forks.patches"
 
 
 def test_a_diff_that_does_not_fit_is_refused():
