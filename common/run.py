@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Self
+from traceback import extract_tb
+from typing import Annotated, Any, Self
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ from common.model.reward_model import RewardModel
 from common.parallel.ranks import on_main, print_on_main, seed_of
 from common.rollout import Layout, Minibatch, Rollout, to_minibatches
 from common.rollouts.episodes import start_episodes
+from common.rollouts.gather import check_sizes
 from common.rollouts.in_flight import continue_rollout
 from common.rollouts.record import Recorder, write_step, write_validation
 from common.rollouts.scoring import PendingRollout, RemoteRollout, RolloutRequest, RolloutSource, Scoring, start_rollout
@@ -55,6 +57,7 @@ class Run(Training):
         self.prompts_per_step = prompts_per_step
         self.correction = correction
         self.num_sampled_tokens = 0.0  # in this step
+        self.num_collected = (0, 0)  # responses of the rollout that was collected last: of all ranks, and of this one
 
     def __enter__(self) -> Self:
         """Also check the flags of the engine, read the prompts, start the reward workers."""
@@ -79,6 +82,13 @@ class Run(Training):
             self.world,
         )
         return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
+        """As Training's. An error that comes from a rank's own responses says so."""
+        super().__exit__(kind, error, trace)
+        if isinstance(error, RuntimeError):
+            frame = extract_tb(trace)[-1]
+            check_sizes(error, *self.num_collected, f"{frame.filename}:{frame.lineno}")
 
     def start_engine(self, max_tokens: int = 0, frozen: str | tuple = "", critic: str = "") -> tuple[Engine, int]:
         """Start the engine, before any model is loaded, because it reads how much memory is free. Returns it and the
@@ -184,6 +194,7 @@ class Run(Training):
                              "with the same seed on all ranks, np.random.default_rng(seed_of(args.seed, step, NAME))")
         self.num_sampled_tokens += float(rollout.response_lengths.sum())
         update_rates(self.success_rates, rollout)
+        self.num_collected = len(rollout), len(rollout.samples)
         return rollout
 
     def to_minibatches(self, rollout: Rollout, in_loss: Tensor, num_minibatches: int, max_tokens: int, step: int,

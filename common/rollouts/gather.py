@@ -1,6 +1,7 @@
 """The responses that ranks have scored, in a `Rollout` whose numbers every rank knows."""
 
 import math
+import re
 from dataclasses import astuple, dataclass, fields
 
 import numpy as np
@@ -50,6 +51,7 @@ class Numbers:
 
 def gather_rollout(samples: list[Sample]) -> Rollout:
     """The samples of this rank, with the numbers of all ranks' samples on every rank."""
+    samples = sorted(samples, key=lambda sample: sample.index)
     names = [f.name for f in fields(Numbers)]
     rows = [astuple(Numbers.of(s)) for s in samples]
     index = torch.tensor([s.index for s in samples], dtype=torch.int64)
@@ -59,3 +61,12 @@ def gather_rollout(samples: list[Sample]) -> Rollout:
     found["scores"] = torch.where(has_score, found["scores"], torch.nan)
     found["truncated"] = found["truncated"] > 0
     return Rollout(samples, **found | {name: found[name].long() for name in ("group", "row", "step")})
+
+
+def check_sizes(error: RuntimeError, num_responses: int, num_here: int, line: str) -> None:
+    """Raise ValueError if `error` is torch's of a tensor with a number for each response that this rank scored, and one
+    with a number for each of the step. `line`: where it was raised."""
+    sizes = re.findall(r"size of tensor . \((\d+)\)", str(error))
+    if num_here != num_responses and {*map(int, sizes)} == {num_here, num_responses}:
+        raise ValueError(f"{line}: the step has {num_responses} responses, and rollout.samples the {num_here} that this "
+                         f"rank scored: rollout.numbers_of(lambda sample: ...) has a number for each of all") from error

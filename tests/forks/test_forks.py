@@ -30,6 +30,9 @@ LENGTH, CLIP, PROCESS_REWARD, REPLAY, SFT, AVERAGE = ("by_length", "wider_clip",
                                                       "average")
 THREE_TURNS = f"{ROOT}/tests/engine/episodes_of_tests.py:three_turns"
 MADE = {"two_policies": two_policies, "self_play": self_play, "forgotten_baselines": with_forgotten_baselines}
+UNTIL_EVEN = f"{ROOT}/tests/forks/episodes.py:until_even"
+OF_A_RANK = (r"the step has 16 responses, and rollout\.samples the 8 that this rank scored: "
+             r"rollout\.numbers_of\(lambda sample: \.\.\.\) has a number for each of all")
 UNSAVED = ["--save.hf", "never", "--save.resume", "none"]
 THREE_STEPS = [*STOPS, "--total-steps", "3", "--save.every", "1"]
 MOVED = [*STOPS, *UNSAVED, "--total-steps", "1", "--epochs-per-step", "3", "--optim.lr", "1e-2"]
@@ -299,9 +302,27 @@ def test_a_length_penalty_by_difficulty(start):
         expected = [row["score"] - 0.01 * share * row["response_length"] for row in group]
         assert [row["reward"] for row in group] == pytest.approx(expected, abs=1e-6)
     assert len(shares) > 2
-    done = start("length_of_a_rank", *flags, ranks=2, check=False)
-    assert done.returncode and "must match the size" in done.stderr, done.stderr
-    assert "step 1" not in done.stdout
+    said = said_by(start("length_of_a_rank", *flags, ranks=2, check=False))
+    assert re.fullmatch(rf"(\[rank \d\] )?error: .*mine.py:\d+: {OF_A_RANK}", said), said
+
+
+def test_a_penalty_for_turns(start):
+    """Each reply of the model costs 0.05, on two ranks. From the replies of a rank's own episodes the same on one rank;
+    on two the run ends."""
+    flags = [*STOPS, *UNSAVED, "--total-steps", "1", "--rollout.episode", UNTIL_EVEN, "--rollout.max-response-length",
+             "60"]
+    run, seen = start("turns", *flags, ranks=2), set()
+    for row in rows_of(run):
+        num_replies = sum(is_own for is_own, _ in groupby(row["mask"]))
+        seen.add(num_replies)
+        assert row["reward"] == pytest.approx(row["score"] - 0.05 * num_replies, abs=1e-6)
+    assert len(seen) > 2
+    careless = start("turns_of_a_rank", *flags)
+    key = lambda row: (row["group"], row["index"])                                                  # noqa: E731
+    ours, theirs = ([row["reward"] for row in sorted(rows_of(x), key=key)] for x in (run, careless))
+    assert ours == theirs
+    said = said_by(start("turns_of_a_rank", *flags, ranks=2, check=False))
+    assert re.fullmatch(rf"(\[rank \d\] )?error: .*mine.py:\d+: {OF_A_RANK}", said), said
 
 
 def test_replaying_the_best_responses(start, tmp_path):
