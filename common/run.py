@@ -29,10 +29,10 @@ from common.memory.plan import keys_per_token
 from common.metrics import Meter
 from common.model.policy import PackedModel
 from common.model.reward_model import RewardModel
+from common.parallel.exchange import check_sizes
 from common.parallel.ranks import on_main, print_on_main, seed_of
 from common.rollout import Layout, Minibatch, Rollout, to_minibatches
 from common.rollouts.episodes import start_episodes
-from common.rollouts.gather import check_sizes
 from common.rollouts.in_flight import continue_rollout
 from common.rollouts.record import Recorder, write_step, write_validation
 from common.rollouts.scoring import PendingRollout, RemoteRollout, RolloutRequest, RolloutSource, Scoring, start_rollout

@@ -1,7 +1,6 @@
 """The responses that ranks have scored, in a `Rollout` whose numbers every rank knows."""
 
 import math
-import re
 from dataclasses import astuple, dataclass, fields
 
 import numpy as np
@@ -61,12 +60,3 @@ def gather_rollout(samples: list[Sample]) -> Rollout:
     found["scores"] = torch.where(has_score, found["scores"], torch.nan)
     found["truncated"] = found["truncated"] > 0
     return Rollout(samples, **found | {name: found[name].long() for name in ("group", "row", "step")})
-
-
-def check_sizes(error: RuntimeError, num_responses: int, num_here: int, line: str) -> None:
-    """Raise ValueError if `error` is torch's of a tensor with a number for each response that this rank scored, and one
-    with a number for each of the step. `line`: where it was raised."""
-    sizes = re.findall(r"size of tensor . \((\d+)\)", str(error))
-    if num_here != num_responses and {*map(int, sizes)} == {num_here, num_responses}:
-        raise ValueError(f"{line}: the step has {num_responses} responses, and rollout.samples the {num_here} that this "
-                         f"rank scored: rollout.numbers_of(lambda sample: ...) has a number for each of all") from error
