@@ -7,8 +7,9 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.conftest import STOPS, launch, launch_all
+from tests.conftest import STOPS, launch, launch_all, make_tiny_llama
 from tests.scripts.test_supervised import PAIRS, check_exact_resume, metrics_of, weights_of, write
 from tools import try_script
 
@@ -85,6 +86,31 @@ def test_two_ranks_sample_the_same(runs):
     ours, theirs = results_of(runs / "two/sft"), results_of(runs / "one/sft")
     assert ours[0] == pytest.approx(theirs[0])                          # before rounding makes weights differ
     assert len(ours) == len(theirs) == 3
+
+
+@pytest.mark.sweep
+@pytest.mark.engine
+def test_vllm_samples_with_the_weights_of_the_step(commands, tmp_path, tmp_path_factory):
+    """vLLM starts before the model is loaded, sleeps during the steps and gets their weights: each token of a response
+    at temperature 0 is the most probable one for Hugging Face's model of the run, and not for that of the start."""
+    start = make_tiny_llama(tmp_path_factory.mktemp("tiny_vllm"), 128)  # its attention on CPUs has heads of 32
+    _, *flags = commands["sft"]
+    launch("sft.py", *flags, "--model", start, "--rollout.engine", "vllm", "--rollout.max-num-seqs", "16",
+           "--rollout.kv-cache-gb", "0.25", "--eval-temperature", "0", "--eval-n", "1", "--run-dir", tmp_path)
+    assert len(results_of(tmp_path)) == 3
+    rows = pq.read_table(tmp_path / "rollouts/val_000003.parquet").to_pylist()
+    tokenizer = AutoTokenizer.from_pretrained(start)
+    below = []
+    for folder in (tmp_path / "model", start):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        gaps = []
+        for row in rows:
+            prompt = tokenizer(row["prompt"], add_special_tokens=False)["input_ids"]
+            logits = model(torch.tensor([prompt + row["tokens"]])).logits[0, len(prompt) - 1 : -1]      # [t, V]
+            gaps.append(logits.max(dim=1).values - logits.gather(1, torch.tensor(row["tokens"])[:, None])[:, 0])
+        below.append(torch.cat(gaps))
+    assert len(below[0]) > 20 and below[0].max() < 1e-3                 # rounding
+    assert (below[1] > 0.1).float().mean() > 0.2
 
 
 def test_a_killed_run_continues_exactly(commands, runs, tmp_path):
