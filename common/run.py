@@ -18,8 +18,9 @@ from torch import Tensor
 from common.curriculum.rates import from_text, pool_metrics, pool_weights, to_text, update_rates
 from common.dataset.store import load_prompts
 from common.dataset.videos import check_engine
-from common.engine.base import Engine, EngineSetup, validation_sampling
+from common.engine.base import Engine, EngineSetup
 from common.engine.make import check_rollout, make_engine, stop_tokens
+from common.evaluation.sampled import ResponseValidation
 from common.flags.correction import CorrectionConfig
 from common.flags.rollout import RolloutConfig
 from common.flags.rules import check_pool
@@ -34,9 +35,8 @@ from common.parallel.ranks import on_main, print_on_main, seed_of
 from common.rollout import Layout, Minibatch, Rollout, to_minibatches
 from common.rollouts.episodes import start_episodes
 from common.rollouts.in_flight import continue_rollout
-from common.rollouts.record import Recorder, write_step, write_validation
+from common.rollouts.record import Recorder, write_step
 from common.rollouts.scoring import PendingRollout, RemoteRollout, RolloutRequest, RolloutSource, Scoring, start_rollout
-from common.rollouts.validation import evaluate, spread_rows
 from common.tracking.phase import Phase
 from common.tracking.step import rollout_metrics
 from common.training import BEGIN, START, Training
@@ -253,12 +253,5 @@ class Run(Training):
 
     def _validate(self, step: int) -> dict[str, float] | None:
         """Validation results after `step`; None after a stop signal. The engine sleeps before and after."""
-        args = self.args
-        rows = spread_rows(len(self.val_set), args.eval_prompts)
-        num_responses = len(self.engine.local_prompts(len(rows))) * (1 + args.eval_n)
-        source = RolloutSource(self.engine, self.scoring, self.val_set, lambda: bool(self.watchdog.signal))
-        sampling = validation_sampling(args.rollout, args.eval_temperature)
-        request = RolloutRequest(rows, args.eval_n, sampling, (args.seed, "val"))
-        with self.tracker.progress("validation", num_responses) as self.scoring.advance:
-            self.engine.wake(self.policy)
-            return evaluate(source, request, partial(write_validation, self.recorder, step))
+        validation = ResponseValidation(self, self.engine, self.scoring, self.recorder)
+        return validation(self.args, self.policy, step)
