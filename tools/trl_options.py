@@ -4,7 +4,8 @@ transformers 5."""
 # TRL's script, trainer or configuration -> ours
 KINDS = {
     "grpo": "grpo", "grpo_vlm": "grpo", "gspo": "grpo", "gspo_vlm": "grpo", "rloo": "rloo", "rloo_vlm": "rloo",
-    "sft": "sft", "sft_vlm": "sft", "dpo": "dpo", "dpo_vlm": "dpo", "kto": "kto", "reward": "rm", "reward_modeling": "rm",
+    "sft": "sft", "sft_vlm": "sft", "dpo": "dpo", "dpo_vlm": "dpo", "kto": "kto",
+    "reward": "rm", "reward_modeling": "rm",
     "distillation": "distill", "gkd": "distill", "online_dpo": "online_dpo", "ppo": "ppo", "ppo_tldr": "ppo",
     "GRPOConfig": "grpo", "RLOOConfig": "rloo", "SFTConfig": "sft", "DPOConfig": "dpo", "KTOConfig": "kto",
     "RewardConfig": "rm",
@@ -26,7 +27,8 @@ NO_SCRIPT = {  # TRL's script or configuration -> what is nearest to it here
 }
 SAMPLING = ("grpo", "rloo", "online_dpo", "ppo", "distill")  # kinds whose scripts sample from the policy
 PAIRS_OR_TEXT = ("sft", "dpo", "kto", "rm")
-LEARNING_RATE = {"grpo": 1e-6, "rloo": 1e-6, "sft": 2e-5, "dpo": 1e-6, "kto": 1e-6, "rm": 1e-4, "distill": 1e-6, "online_dpo": 5e-7,
+LEARNING_RATE = {"grpo": 1e-6, "rloo": 1e-6, "sft": 2e-5, "dpo": 1e-6, "kto": 1e-6, "rm": 1e-4,
+                 "distill": 1e-6, "online_dpo": 5e-7,
                  "ppo": 3e-6}
 # TRL's defaults that this tool does not write in its code, by script or configuration
 GKD = {"learning_rate": ["2e-5"], "beta": ["0.5"], "lmbda": ["0.5"], "temperature": ["0.9"], "max_new_tokens": ["128"]}
@@ -73,7 +75,8 @@ SAME = {
 }
 ONLY = {  # flag -> the kinds that have it; others have all
     "--entropy-coef": ("grpo", "rloo", "online_dpo", "ppo"), "--clip-dual": ("grpo", "rloo", "online_dpo", "ppo"),
-    "--label-smoothing": ("dpo", "rm"), "--desirable-weight": ("kto",), "--undesirable-weight": ("kto",), "--centre-coef": ("rm",), "--teacher": ("distill",),
+    "--label-smoothing": ("dpo", "rm"), "--desirable-weight": ("kto",), "--undesirable-weight": ("kto",),
+    "--centre-coef": ("rm",), "--teacher": ("distill",),
     **dict.fromkeys(("--rollout.temperature", "--rollout.top-p", "--rollout.top-k", "--rollout.tp", "--eval-n",
                      "--rollout.max-response-length", "--rollout.gpu-memory-utilization"), SAMPLING),
     "--reward-model.path": ("grpo", "rloo", "online_dpo", "ppo"),
