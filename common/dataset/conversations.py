@@ -88,7 +88,7 @@ class ConversationSet:
         return (first + np.arange(self.per_row)).flatten()
 
     def answer_lengths(self, numbers: Sequence[int]) -> Tensor:
-        """Of these sequences the tokens that are trained on, float64 [len(numbers)]; `lengths` counts the prompt, too."""
+        """Tokens of these sequences that are trained on, float64 [len(numbers)]; `lengths` counts prompts, too."""
         return torch.tensor([sum(self.mask[number].as_py()) for number in numbers], dtype=torch.float64)
 
     def minibatch(self, rows: Sequence[int], hf_config: PretrainedConfig, world: World, max_tokens: int) -> Minibatch:

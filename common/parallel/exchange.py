@@ -139,5 +139,5 @@ def check_sizes(error: RuntimeError, num_responses: int, num_here: int, line: st
     with a number for each of the step. `line`: where it was raised."""
     sizes = re.findall(r"size of tensor . \((\d+)\)", str(error))
     if num_here != num_responses and {*map(int, sizes)} == {num_here, num_responses}:
-        raise ValueError(f"{line}: the step has {num_responses} responses, and rollout.samples the {num_here} that this "
-                         f"rank scored: rollout.numbers_of(lambda sample: ...) has a number for each of all") from error
+        raise ValueError(f"{line}: the step has {num_responses} responses, and rollout.samples the {num_here} that "
+                         f"this rank scored: rollout.numbers_of(lambda sample: ...) has a number for each") from error

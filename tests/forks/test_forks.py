@@ -32,7 +32,7 @@ THREE_TURNS = f"{ROOT}/tests/engine/episodes_of_tests.py:three_turns"
 MADE = {"two_policies": two_policies, "self_play": self_play, "forgotten_baselines": with_forgotten_baselines}
 UNTIL_EVEN = f"{ROOT}/tests/forks/episodes.py:until_even"
 OF_A_RANK = (r"the step has 16 responses, and rollout\.samples the 8 that this rank scored: "
-             r"rollout\.numbers_of\(lambda sample: \.\.\.\) has a number for each of all")
+             r"rollout\.numbers_of\(lambda sample: \.\.\.\) has a number for each")
 UNSAVED = ["--save.hf", "never", "--save.resume", "none"]
 THREE_STEPS = [*STOPS, "--total-steps", "3", "--save.every", "1"]
 MOVED = [*STOPS, *UNSAVED, "--total-steps", "1", "--epochs-per-step", "3", "--optim.lr", "1e-2"]

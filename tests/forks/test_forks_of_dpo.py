@@ -1,5 +1,5 @@
-"""Forks of dpo.py, SimPO and ORPO: the losses are those of TRL, values and gradients, also of a whole step; the same for
-any layout; exact resume. Careless versions are refused, or `make test` finds them."""
+"""Forks of dpo.py, SimPO and ORPO: the losses are those of TRL, values and gradients, also of a whole step; the same
+for any layout; exact resume. Careless versions are refused, or `make test` finds them."""
 
 import importlib.util
 import math

@@ -190,7 +190,7 @@ def test_every_metric_is_explained():
 
 
 def test_a_metric_without_a_row_is_found():
-    source = 'meter.mean("perf/asked_frac", x)\nmetrics = {"actor/a": 1, f"actor/{name}": 2, "runs/grpo": 3, "val/b": 4}'
+    source = 'meter.mean("perf/asked_frac", x)\nmetrics = {"actor/a": 1, f"actor/{x}": 2, "runs/grpo": 3, "val/b": 4}'
     names = metrics_in(source)
     assert names == {"perf/asked_frac", "actor/a", "val/b"}
     assert unexplained(names, "`perf/*` `actor/NAME` `val/{a,b}`") == {"perf/asked_frac", "actor/a"}
