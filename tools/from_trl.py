@@ -479,7 +479,7 @@ def add_kto(new: Translation) -> None:
         new.without["--precompute_ref_log_probs"] = ("the reference scores prompts with the answers of other rows of "
                                                      "the step, so it stays")
     rows = int(new.flags["--rows-per-step"][0])
-    new.notes.append(f"--rows-per-step: the KL is estimated over these {rows} rows, which are shuffled; TRL's is over "
+    new.notes.append(f"--rows-per-step: the KL is estimated over these {rows} rows, shuffled; TRL's is over "
                      f"those of one pass, which are neighbours in the file")
     new.notes.append("columns prompt, completion and label: rows with chosen and rejected, which TRL splits, become two "
                      "rows each")

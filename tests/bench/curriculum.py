@@ -92,7 +92,8 @@ def main() -> None:
             subprocess.run([
                 sys.executable, *command, "--model", out / "model", "--train-data", out / "train.jsonl", "--val-data",
                 out / "val.jsonl", "--prompts-per-step", "8", "--samples-per-prompt", "8", "--total-steps",
-                str(args.steps), "--rollout.engine", "hf", "--policy.compute-dtype", "float32", "--data.max-prompt-length", "100",
+                str(args.steps), "--rollout.engine", "hf", "--policy.compute-dtype", "float32",
+                "--data.max-prompt-length", "100",
                 "--rollout.max-response-length", "12", "--optim.lr", "1e-3", "--reward.function",
                 f"{out / 'reward.py'}:compute_score", "--reward.num-workers", "1", "--save.hf", "never",
                 "--save.resume", "none", "--eval-every", "4", "--eval-n", "4", "--seed", str(seed), "--run-dir",
