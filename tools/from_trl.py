@@ -481,7 +481,7 @@ def add_kto(new: Translation) -> None:
     rows = int(new.flags["--rows-per-step"][0])
     new.notes.append(f"--rows-per-step: the KL is estimated over these {rows} rows, shuffled; TRL's is over "
                      f"those of one pass, which are neighbours in the file")
-    new.notes.append("columns prompt, completion and label: rows with chosen and rejected, which TRL splits, become two "
+    new.notes.append("columns prompt, completion and label: rows with chosen and rejected, which TRL splits, are two "
                      "rows each")
 
 
