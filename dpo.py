@@ -87,6 +87,7 @@ from common.dataset.conversations import (
 from common.dataset.pairs import parse_pair
 from common.engine.make import stop_tokens
 from common.evaluation.sampled import SampledValidation, load_val_prompts
+from common.losses import derivative
 from common.metrics import preference_metrics
 from common.model.lora import Reference
 from common.model.policy import Policy
@@ -213,7 +214,7 @@ def main(args: Args) -> None:
             logp = score(run, policy, minibatch, len(numbers), "old_log_prob").requires_grad_() # [2 P]
             log_ratio = logp - ref_logp[numbers]                                                # [2 P]
             pair_loss = LOSSES[args.loss](log_ratio, args.beta, args.label_smoothing).mean()
-            coefficients = torch.autograd.grad(pair_loss, logp)[0].float().to(run.world.device)     # [2 P]
+            coefficients = derivative(pair_loss, logp).to(run.world.device)                         # [2 P]
 
             # 5 update
             with run.phase("update_actor", [minibatch]) as update:

@@ -94,6 +94,7 @@ from common.dataset.conversations import (
 from common.dataset.labelled import label_of, mismatched
 from common.dataset.messages import check_turns, parse_messages
 from common.engine.make import stop_tokens
+from common.losses import derivative
 from common.metrics import label_metrics
 from common.model.lora import Reference
 from common.model.policy import Policy
@@ -209,7 +210,7 @@ def main(args: Args) -> None:
             logp.requires_grad_()
             log_ratio = logp - ref_logp                                                         # [S]
             row_loss = kto_loss(log_ratio, kl, label, args).mean()
-            coefficients = torch.autograd.grad(row_loss, logp)[0].float().to(run.world.device)  # [S]
+            coefficients = derivative(row_loss, logp).to(run.world.device)                      # [S]
 
             # 5 update
             with run.phase("update_actor", [minibatch]) as update:

@@ -88,6 +88,7 @@ from common.dataset.conversations import (
 )
 from common.dataset.pairs import parse_pair
 from common.engine.make import stop_tokens
+from common.losses import derivative
 from common.metrics import preference_metrics
 from common.model.scorer import Scorer, load_scorer
 from common.parallel.ranks import all_max
@@ -181,7 +182,7 @@ def main(args: Args) -> None:
             # 4 rewards: the current ones; coefficients: the loss's derivative by the reward of each answer
             rewards = score(run, model, minibatch, 2 * len(rows), "old_reward").requires_grad_()    # [2 P]
             loss = pair_loss(rewards, margins_of(run.train_set, rows), args).mean()
-            coefficients = torch.autograd.grad(loss, rewards)[0].float().to(run.world.device)       # [2 P]
+            coefficients = derivative(loss, rewards).to(run.world.device)                           # [2 P]
 
             # 5 update
             with run.phase("update_actor", [minibatch]) as update:

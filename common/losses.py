@@ -92,6 +92,17 @@ def on_last_token(reward: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     return torch.where(last, expand(reward, cu_seqlens, len(mask)), 0)
 
 
+def derivative(loss: Tensor, values: Tensor) -> Tensor:
+    """The derivative of a loss [] by the log-probs or rewards of answers [S], of which it is a function: float32 [S].
+    Raises ValueError for one that is not finite though the values are: its gradient would be the whole step's."""
+    found = torch.autograd.grad(loss, values)[0]
+    if values.isfinite().all() and not found.isfinite().all():
+        first = int((~found.isfinite()).nonzero()[0])
+        raise ValueError(f"the loss's derivative by the log-prob or reward of answer {first} of this step, "
+                         f"{values[first]:g}, is {found[first]:g}: the loss must have a finite slope there")
+    return found.float()
+
+
 def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
     """Estimators of KL(pi || ref) from samples of pi (Schulman 2020), per token. A `+` at the end keeps the value and
     takes k2's gradient, which is in expectation the gradient of KL; those of k1 and k3 are not. k3 is at most 10, as in

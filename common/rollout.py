@@ -10,7 +10,7 @@ through the model. One of these in each mini-batch does run, the canary: a gradi
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import chain
@@ -58,7 +58,7 @@ class Sample:
 class Rollout:
     """Responses with their scores. All tensors are [S], by `Sample.index`, and the same on every rank."""
 
-    samples: list[Sample]  # those that this rank scored
+    samples: list[Sample]  # those that this rank scored, by their index
     scores: Tensor  # float64; NaN: no score
     group: Tensor  # int64; responses of one prompt have the same number
     row: Tensor  # int64; the prompt's row of the data set
@@ -127,6 +127,14 @@ class Rollout:
         """A number for each response, [S] -> float32 [T] of `batch`: the response's number on each of the tokens that
         the policy sampled, 0 elsewhere."""
         return self.batch.to_tokens(values)
+
+    def numbers_of(self, number: Callable[[Sample], float]) -> Tensor:
+        """A number of each response, computed from its sample on the rank that has it: float64 [S], the same on every
+        rank. All ranks call this together."""
+        found = torch.zeros(len(self), dtype=torch.float64)
+        for sample in self.samples:
+            found[sample.index] = number(sample)
+        return all_sum(found)
 
     def any_token(self, is_true: Tensor) -> Tensor:
         """[T] bool of `batch` -> [S] bool, the same on every rank: it is true for a token of the response. All ranks

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Self
+from traceback import extract_tb
+from typing import Annotated, Any, Self
 
 import torch
 from torch import Tensor
@@ -17,8 +18,9 @@ from torch import Tensor
 from common.curriculum.rates import from_text, pool_metrics, pool_weights, to_text, update_rates
 from common.dataset.store import load_prompts
 from common.dataset.videos import check_engine
-from common.engine.base import Engine, EngineSetup, validation_sampling
+from common.engine.base import Engine, EngineSetup
 from common.engine.make import check_rollout, make_engine, stop_tokens
+from common.evaluation.sampled import ResponseValidation
 from common.flags.correction import CorrectionConfig
 from common.flags.rollout import RolloutConfig
 from common.flags.rules import check_pool
@@ -28,13 +30,13 @@ from common.memory.plan import keys_per_token
 from common.metrics import Meter
 from common.model.policy import PackedModel
 from common.model.reward_model import RewardModel
+from common.parallel.exchange import check_sizes
 from common.parallel.ranks import on_main, print_on_main, seed_of
 from common.rollout import Layout, Minibatch, Rollout, to_minibatches
 from common.rollouts.episodes import start_episodes
 from common.rollouts.in_flight import continue_rollout
-from common.rollouts.record import Recorder, write_step, write_validation
+from common.rollouts.record import Recorder, write_step
 from common.rollouts.scoring import PendingRollout, RemoteRollout, RolloutRequest, RolloutSource, Scoring, start_rollout
-from common.rollouts.validation import evaluate, spread_rows
 from common.tracking.phase import Phase
 from common.tracking.step import rollout_metrics
 from common.training import BEGIN, START, Training
@@ -55,6 +57,7 @@ class Run(Training):
         self.prompts_per_step = prompts_per_step
         self.correction = correction
         self.num_sampled_tokens = 0.0  # in this step
+        self.num_collected = (0, 0)  # responses of the rollout that was collected last: of all ranks, and of this one
 
     def __enter__(self) -> Self:
         """Also check the flags of the engine, read the prompts, start the reward workers."""
@@ -79,6 +82,13 @@ class Run(Training):
             self.world,
         )
         return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
+        """As Training's. An error that comes from a rank's own responses says so."""
+        super().__exit__(kind, error, trace)
+        if isinstance(error, RuntimeError):
+            frame = extract_tb(trace)[-1]
+            check_sizes(error, *self.num_collected, f"{frame.filename}:{frame.lineno}")
 
     def start_engine(self, max_tokens: int = 0, frozen: str | tuple = "", critic: str = "") -> tuple[Engine, int]:
         """Start the engine, before any model is loaded, because it reads how much memory is free. Returns it and the
@@ -184,6 +194,7 @@ class Run(Training):
                              "with the same seed on all ranks, np.random.default_rng(seed_of(args.seed, step, NAME))")
         self.num_sampled_tokens += float(rollout.response_lengths.sum())
         update_rates(self.success_rates, rollout)
+        self.num_collected = len(rollout), len(rollout.samples)
         return rollout
 
     def to_minibatches(self, rollout: Rollout, in_loss: Tensor, num_minibatches: int, max_tokens: int, step: int,
@@ -242,12 +253,5 @@ class Run(Training):
 
     def _validate(self, step: int) -> dict[str, float] | None:
         """Validation results after `step`; None after a stop signal. The engine sleeps before and after."""
-        args = self.args
-        rows = spread_rows(len(self.val_set), args.eval_prompts)
-        num_responses = len(self.engine.local_prompts(len(rows))) * (1 + args.eval_n)
-        source = RolloutSource(self.engine, self.scoring, self.val_set, lambda: bool(self.watchdog.signal))
-        sampling = validation_sampling(args.rollout, args.eval_temperature)
-        request = RolloutRequest(rows, args.eval_n, sampling, (args.seed, "val"))
-        with self.tracker.progress("validation", num_responses) as self.scoring.advance:
-            self.engine.wake(self.policy)
-            return evaluate(source, request, partial(write_validation, self.recorder, step))
+        validation = ResponseValidation(self, self.engine, self.scoring, self.recorder)
+        return validation(self.args, self.policy, step)

@@ -44,7 +44,8 @@ TRAINER_NAMES = {"model": "model_name_or_path", "reward_funcs": "reward_funcs",
 TRAINER_KNOWN = ("args", "train_dataset", "eval_dataset", "processing_class", "peft_config", "tokenizer",
                  "quantization_config")
 TRAINER_POSITIONS = {"GRPOTrainer": ("model", "reward_funcs", "args"), "RLOOTrainer": ("model", "reward_funcs", "args"),
-                     "DPOTrainer": ("model", "ref_model", "args"), "SFTTrainer": ("model", "args")}
+                     **dict.fromkeys(("DPOTrainer", "KTOTrainer"), ("model", "ref_model", "args")),
+                     "SFTTrainer": ("model", "args")}
 ON = ("true", "t", "yes", "y", "1")                                     # in any case, as transformers reads them
 OFF = ("False", "false", "0", "no", "None", "none", "")
 MAX_RESPONSE = "--rollout.max-response-length"
@@ -442,7 +443,7 @@ def add_optimizer(new: Translation, updates: float) -> None:
 
 
 def add_supervised(new: Translation) -> None:
-    """sft.py, dpo.py, rm.py."""
+    """sft.py, dpo.py, kto.py, rm.py."""
     new.add("--data.max-length", new.text("max_length", "1024"))
     if new.kind != "rm":
         new.add("--data.on-long-row", "truncate")
@@ -458,6 +459,8 @@ def add_supervised(new: Translation) -> None:
                              "answers of N tokens, --beta / N aims at the same margin")
         elif losses != ["sigmoid"]:
             new.without[f"--loss_type {' '.join(losses)}"] = "dpo.py has sigmoid (--loss dpo) and ipo"
+    if new.kind == "kto":
+        add_kto(new)
     if new.kind == "sft":
         new.notes.append("a column `completion`: --data.response-column completion. A column `text`: split it into "
                          "prompt and response, or messages")
@@ -466,6 +469,20 @@ def add_supervised(new: Translation) -> None:
                              "always on those of the assistant")
         if new.text("loss_type", "nll") not in ("nll", "chunked_nll"):
             new.without[f"--loss_type {new.text('loss_type')}"] = "sft.py has the log-likelihood"
+
+
+def add_kto(new: Translation) -> None:
+    new.add("--beta", new.number("beta", 0.1))
+    if new.text("loss_type", "kto") != "kto":
+        new.without[f"--loss_type {new.text('loss_type')}"] = "kto.py has the loss of KTO"
+    if new.is_on("precompute_ref_log_probs"):
+        new.without["--precompute_ref_log_probs"] = ("the reference scores prompts with the answers of other rows of "
+                                                     "the step, so it stays")
+    rows = int(new.flags["--rows-per-step"][0])
+    new.notes.append(f"--rows-per-step: the KL is estimated over these {rows} rows, shuffled; TRL's is over "
+                     f"those of one pass, which are neighbours in the file")
+    new.notes.append("columns prompt, completion and label: rows with chosen and rejected, which TRL splits, are two "
+                     "rows each")
 
 
 def add_objective(new: Translation) -> None:

@@ -4,14 +4,18 @@ transformers 5."""
 # TRL's script, trainer or configuration -> ours
 KINDS = {
     "grpo": "grpo", "grpo_vlm": "grpo", "gspo": "grpo", "gspo_vlm": "grpo", "rloo": "rloo", "rloo_vlm": "rloo",
-    "sft": "sft", "sft_vlm": "sft", "dpo": "dpo", "dpo_vlm": "dpo", "reward": "rm", "reward_modeling": "rm",
+    "sft": "sft", "sft_vlm": "sft", "dpo": "dpo", "dpo_vlm": "dpo", "kto": "kto",
+    "reward": "rm", "reward_modeling": "rm",
     "distillation": "distill", "gkd": "distill", "online_dpo": "online_dpo", "ppo": "ppo", "ppo_tldr": "ppo",
-    "GRPOConfig": "grpo", "RLOOConfig": "rloo", "SFTConfig": "sft", "DPOConfig": "dpo", "RewardConfig": "rm",
+    "GRPOConfig": "grpo", "RLOOConfig": "rloo", "SFTConfig": "sft", "DPOConfig": "dpo", "KTOConfig": "kto",
+    "RewardConfig": "rm",
     "DistillationConfig": "distill", "GKDConfig": "distill", "OnlineDPOConfig": "online_dpo", "PPOConfig": "ppo",
 }
 NO_SCRIPT = {  # TRL's script or configuration -> what is nearest to it here
-    **dict.fromkeys(("kto", "orpo", "cpo", "bco", "tpo", "KTOConfig", "ORPOConfig", "CPOConfig", "BCOConfig",
-                     "TPOConfig"), "dpo.py trains on preference pairs with --loss dpo or ipo"),
+    **dict.fromkeys(("orpo", "cpo", "ORPOConfig", "CPOConfig"),
+                    "docs/forks.md has ORPO and SimPO as forks of dpo.py"),
+    **dict.fromkeys(("bco", "tpo", "BCOConfig", "TPOConfig"),
+                    "dpo.py trains on preference pairs with --loss dpo or ipo, kto.py on answers with a label"),
     **dict.fromkeys(("xpo", "nash_md", "XPOConfig", "NashMDConfig"),
                     "online_dpo.py trains on pairs of the policy's own responses"),
     **dict.fromkeys(("prm", "PRMConfig"), "rm.py trains a reward model of whole answers"),
@@ -22,8 +26,9 @@ NO_SCRIPT = {  # TRL's script or configuration -> what is nearest to it here
                     "async_grpo.py trains so, with samplers on ranks of the same job: docs/asynchronous.md"),
 }
 SAMPLING = ("grpo", "rloo", "online_dpo", "ppo", "distill")  # kinds whose scripts sample from the policy
-PAIRS_OR_TEXT = ("sft", "dpo", "rm")
-LEARNING_RATE = {"grpo": 1e-6, "rloo": 1e-6, "sft": 2e-5, "dpo": 1e-6, "rm": 1e-4, "distill": 1e-6, "online_dpo": 5e-7,
+PAIRS_OR_TEXT = ("sft", "dpo", "kto", "rm")
+LEARNING_RATE = {"grpo": 1e-6, "rloo": 1e-6, "sft": 2e-5, "dpo": 1e-6, "kto": 1e-6, "rm": 1e-4,
+                 "distill": 1e-6, "online_dpo": 5e-7,
                  "ppo": 3e-6}
 # TRL's defaults that this tool does not write in its code, by script or configuration
 GKD = {"learning_rate": ["2e-5"], "beta": ["0.5"], "lmbda": ["0.5"], "temperature": ["0.9"], "max_new_tokens": ["128"]}
@@ -61,6 +66,8 @@ SAME = {
     "entropy_coef": "--entropy-coef",
     "delta": "--clip-dual",
     "label_smoothing": "--label-smoothing",
+    "desirable_weight": "--desirable-weight",
+    "undesirable_weight": "--undesirable-weight",
     "center_rewards_coefficient": "--centre-coef",
     "teacher_model_name_or_path": "--teacher",
     "reward_model_path": "--reward-model.path",
@@ -68,7 +75,8 @@ SAME = {
 }
 ONLY = {  # flag -> the kinds that have it; others have all
     "--entropy-coef": ("grpo", "rloo", "online_dpo", "ppo"), "--clip-dual": ("grpo", "rloo", "online_dpo", "ppo"),
-    "--label-smoothing": ("dpo", "rm"), "--centre-coef": ("rm",), "--teacher": ("distill",),
+    "--label-smoothing": ("dpo", "rm"), "--desirable-weight": ("kto",), "--undesirable-weight": ("kto",),
+    "--centre-coef": ("rm",), "--teacher": ("distill",),
     **dict.fromkeys(("--rollout.temperature", "--rollout.top-p", "--rollout.top-k", "--rollout.tp", "--eval-n",
                      "--rollout.max-response-length", "--rollout.gpu-memory-utilization"), SAMPLING),
     "--reward-model.path": ("grpo", "rloo", "online_dpo", "ppo"),
@@ -107,6 +115,7 @@ NEEDLESS = {
     "lora_task_type": "it follows from the script",
     "disable_dropout": "there is no dropout",
     "shuffle_dataset": "rows are always shuffled, by --seed",
+    "train_sampling_strategy": "rows are always shuffled, by --seed",
     "ds3_gather_for_generation": "the engine gets the weights tensor by tensor",
     "torch_empty_cache_steps": "memory is planned before the run",
     "run_name": "it is the name of the run folder",

@@ -87,6 +87,10 @@ class ConversationSet:
         first = np.array(rows)[:, None] * self.per_row                                          # [rows, 1]
         return (first + np.arange(self.per_row)).flatten()
 
+    def answer_lengths(self, numbers: Sequence[int]) -> Tensor:
+        """Tokens of these sequences that are trained on, float64 [len(numbers)]; `lengths` counts prompts, too."""
+        return torch.tensor([sum(self.mask[number].as_py()) for number in numbers], dtype=torch.float64)
+
     def minibatch(self, rows: Sequence[int], hf_config: PretrainedConfig, world: World, max_tokens: int) -> Minibatch:
         """This rank's share of these rows, packed. No data travels between ranks: every rank has the files.
         `Batch.index` is the place in `sequences(rows)`."""

@@ -126,8 +126,10 @@ class Lessons:
             text = sample.text or sample.response.text(self.run.tokenizer, self.run.args.rollout.stop)
             score = sample.score if math.isfinite(sample.score) else None
             mine.append((sample.index, sample.group, sample.extras | {"text": text, "score": score}))
+        of_all_ranks = [*chain(*together(lambda: mine, ValueError))]
+        of_all_ranks.sort(key=lambda told: told[0])
         found: dict[int, list[dict[str, Any]]] = {}
-        for index, group, response in sorted(chain(*together(lambda: mine, ValueError)), key=lambda told: told[0]):
+        for index, group, response in of_all_ranks:
             found.setdefault(group, []).append(response | {"index": index})
         return found
 

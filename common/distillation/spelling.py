@@ -91,11 +91,13 @@ class SharedWords:
     def __init__(self, ours: Spelling, theirs: Spelling):
         our_words = ours.words()
         their_words = theirs.words()
-        keys = [key for key in our_words if key in their_words]
-        self.ours = torch.tensor([our_words[key] for key in keys], dtype=torch.int64)
-        self.theirs = torch.tensor([their_words[key] for key in keys], dtype=torch.int64)
-        self.partner = dict(zip(self.ours.tolist(), self.theirs.tolist()))
+        self.partner: dict[int, int] = {}
         """A token of the policy -> the teacher's."""
+        for key, number in our_words.items():
+            if key in their_words:
+                self.partner[number] = their_words[key]
+        self.ours = torch.tensor([*self.partner], dtype=torch.int64)
+        self.theirs = torch.tensor([*self.partner.values()], dtype=torch.int64)
         self.sides: dict[tuple[str, int, torch.device], Side] = {}
         self.partners: dict[torch.device, Tensor] = {}
 

@@ -1,1 +1,1 @@
-"""Validation by sampling, for scripts that do not sample otherwise."""
+"""Validation by sampling, in training."""

@@ -1,17 +1,18 @@
-"""--eval-by sampling: sft.py and dpo.py validate as the scripts do that sample, on the task's own reward."""
+"""Validation with responses of the policy, on the task's own reward; --eval-by sampling: also in sft.py and dpo.py."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from common.dataset.store import PromptSet, load_prompts
 from common.dataset.videos import check_engine
-from common.engine.base import EngineSetup, validation_sampling
+from common.engine.base import Engine, EngineSetup, validation_sampling
 from common.engine.make import check_rollout, make_engine, stop_tokens
 from common.flags.data import ConversationConfig, DataConfig
 from common.flags.model import RewardModelConfig
-from common.flags.run import SupervisedArgs
+from common.flags.run import SampledArgs, SupervisedArgs
 from common.model.flops import context_length
 from common.model.policy import Policy
 from common.parallel.ranks import on_main, print_on_main
@@ -47,6 +48,28 @@ def load_val_prompts(args: SupervisedArgs, data: ConversationConfig,
     return lambda files: load_prompts(files, run.tokenizer, config, bool(args.rollout.episode))
 
 
+@dataclass
+class ResponseValidation:
+    """Samples and scores responses to the prompts of --val-data."""
+
+    run: Training
+    engine: Engine
+    scoring: Scoring
+    recorder: Recorder
+
+    def __call__(self, args: SampledArgs, policy: Policy, step: int) -> dict[str, float] | None:
+        """Results after `step`; None after a stop signal. The engine sleeps before and after."""
+        run = self.run
+        rows = spread_rows(len(run.val_set), args.eval_prompts)
+        num_responses = len(self.engine.local_prompts(len(rows))) * (1 + args.eval_n)
+        source = RolloutSource(self.engine, self.scoring, run.val_set, lambda: bool(run.watchdog.signal))
+        sampling = validation_sampling(args.rollout, args.eval_temperature)
+        request = RolloutRequest(rows, args.eval_n, sampling, (args.seed, "val"))
+        with run.tracker.progress("validation", num_responses) as self.scoring.advance:
+            self.engine.wake(policy)
+            return evaluate(source, request, partial(write_validation, self.recorder, step))
+
+
 class SampledValidation:
     """An engine that sleeps but for the validations, and the scorers of its responses."""
 
@@ -77,14 +100,7 @@ class SampledValidation:
         self.recorder = Recorder(args.log, Path(args.run_dir), run.tokenizer)
 
     def __call__(self, policy: Policy, step: int) -> dict[str, float] | None:
-        """Validation results after `step`; None after a stop signal. The engine sleeps before and after."""
-        args = self.args
-        run = self.run
-        rows = spread_rows(len(run.val_set), args.eval_prompts)
-        num_responses = len(self.engine.local_prompts(len(rows))) * (1 + args.eval_n)
-        source = RolloutSource(self.engine, self.scoring, run.val_set, lambda: bool(run.watchdog.signal))
-        sampling = validation_sampling(args.rollout, args.eval_temperature)
-        request = RolloutRequest(rows, args.eval_n, sampling, (args.seed, "val"))
-        with run.timer("testing"), run.tracker.progress("validation", num_responses) as self.scoring.advance:
-            self.engine.wake(policy)
-            return evaluate(source, request, partial(write_validation, self.recorder, step))
+        """Validation results after `step`; None after a stop signal."""
+        validation = ResponseValidation(self.run, self.engine, self.scoring, self.recorder)
+        with self.run.timer("testing"):
+            return validation(self.args, policy, step)

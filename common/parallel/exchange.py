@@ -1,6 +1,7 @@
 """What ranks exchange about responses: whole responses, files of images, and a few numbers of each."""
 
 import pickle
+import re
 from collections import ChainMap
 from typing import Any, NamedTuple
 
@@ -131,3 +132,12 @@ def gather_numbers(numbers: Tensor, index: Tensor) -> Tensor:
     rows = all_sum(own)                                                                         # [S, 1 + k]
     assert (rows[:, 0] == 1).all(), "indices are not 0 .. S-1, once each"
     return rows[:, 1:].contiguous()
+
+
+def check_sizes(error: RuntimeError, num_responses: int, num_here: int, line: str) -> None:
+    """Raise ValueError if `error` is torch's of a tensor with a number for each response that this rank scored, and one
+    with a number for each of the step. `line`: where it was raised."""
+    sizes = re.findall(r"size of tensor . \((\d+)\)", str(error))
+    if num_here != num_responses and {*map(int, sizes)} == {num_here, num_responses}:
+        raise ValueError(f"{line}: the step has {num_responses} responses, and rollout.samples the {num_here} that "
+                         f"this rank scored: rollout.numbers_of(lambda sample: ...) has a number for each") from error

@@ -50,6 +50,7 @@ class Numbers:
 
 def gather_rollout(samples: list[Sample]) -> Rollout:
     """The samples of this rank, with the numbers of all ranks' samples on every rank."""
+    samples = sorted(samples, key=lambda sample: sample.index)
     names = [f.name for f in fields(Numbers)]
     rows = [astuple(Numbers.of(s)) for s in samples]
     index = torch.tensor([s.index for s in samples], dtype=torch.int64)

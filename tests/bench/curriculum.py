@@ -1,10 +1,11 @@
 """Uniform sampling, --data.pool learning, the curriculum of docs/forks.md and dapo.py on rows of mixed difficulty:
-steps, responses and seconds to a sampled accuracy. `python -m tests.bench.curriculum OUT`: 12 runs of half a minute on
-one core; the numbers are in tests/evidence/curriculum.json.
+steps, responses and seconds to a sampled accuracy. `python -m tests.bench.curriculum OUT [--seeds 3] [--steps 80]`: 12
+runs of half a minute on one core; the numbers are in tests/evidence/curriculum.json.
 
 A row asks for a text of at most 12 tokens with at least k letters e, k from 0 to 12, or 20, which no text has. The
 model is random, of two layers, and its tokens are single characters; validation rows have k from 1 to 8."""
 
+import argparse
 import json
 import os
 import statistics
@@ -71,7 +72,13 @@ def crossing(run: Path, target: float) -> list[float]:
     return [float("nan")] * 3
 
 
-def main(out: Path) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=80)
+    args = parser.parse_args()
+    out, seeds = args.out.absolute(), range(1, args.seeds + 1)
     out.mkdir(parents=True)
     make_model(out / "model")
     write_rows(out / "train.jsonl", 96, [*range(13), 20, 20, 20])
@@ -80,23 +87,25 @@ def main(out: Path) -> None:
     (out / "fork.py").write_text(apply(documented()["A curriculum"], (ROOT / "grpo.py").read_text())[0])
     variants = {"uniform": ["grpo.py"], "pool": ["grpo.py", "--data.pool", "learning"],
                 "weights": [str(out / "fork.py")], "dapo": ["dapo.py", "--clip-high", "0.2"]}
-    for seed in (1, 2, 3):
+    for seed in seeds:
         for name, command in variants.items():
             subprocess.run([
                 sys.executable, *command, "--model", out / "model", "--train-data", out / "train.jsonl", "--val-data",
-                out / "val.jsonl", "--prompts-per-step", "8", "--samples-per-prompt", "8", "--total-steps", "80",
-                "--rollout.engine", "hf", "--policy.compute-dtype", "float32", "--data.max-prompt-length", "100",
+                out / "val.jsonl", "--prompts-per-step", "8", "--samples-per-prompt", "8", "--total-steps",
+                str(args.steps), "--rollout.engine", "hf", "--policy.compute-dtype", "float32",
+                "--data.max-prompt-length", "100",
                 "--rollout.max-response-length", "12", "--optim.lr", "1e-3", "--reward.function",
                 f"{out / 'reward.py'}:compute_score", "--reward.num-workers", "1", "--save.hf", "never",
                 "--save.resume", "none", "--eval-every", "4", "--eval-n", "4", "--seed", str(seed), "--run-dir",
                 out / f"{name}.seed{seed}"], check=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
     for name in variants:
         for target in (0.5, 0.9):
-            found = [crossing(out / f"{name}.seed{seed}", target) for seed in (1, 2, 3)]
+            found = [crossing(out / f"{name}.seed{seed}", target) for seed in seeds]
             steps, responses, seconds = ([*column] for column in zip(*found))
-            print(f"{name} {target}: {statistics.mean(steps):.1f} +- {statistics.stdev(steps):.1f} steps, "
+            spread = statistics.stdev(steps) if len(steps) > 1 else float("nan")
+            print(f"{name} {target}: {statistics.mean(steps):.1f} +- {spread:.1f} steps, "
                   f"{statistics.mean(responses):.0f} responses, {min(seconds):.1f} s at least")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]).absolute())
+    main()

@@ -1,12 +1,14 @@
-"""Forks of grpo.py as diffs: those of docs/forks.md, and in this folder what somebody writes who is careless.
+"""Forks of scripts as diffs: those of grpo.py in docs/forks.md; here further ones, and what somebody writes who is
+careless. Diffs of another script are in a folder of its name.
 
-    python -m tests.forks.patches       # grpo.py's lines have moved: write the diffs' line numbers again
+    python -m tests.forks.patches       # a script's lines have moved: write the diffs' line numbers again
 """
 
 import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+FOLDER = Path(__file__).parent
 DOCUMENT = ROOT / "docs/forks.md"
 HUNK = r"^@@ -(\d+)(?:,\d+)? \+\d+(?:,\d+)? @@\n"
 
@@ -16,9 +18,15 @@ def documented() -> dict[str, str]:
     return dict(re.findall(r"^## (.*?)\n.*?```diff\n(.*?)```", DOCUMENT.read_text(), re.S | re.M))
 
 
-def careless() -> dict[str, str]:
-    """Name -> diff of each file in this folder."""
-    return {path.stem: path.read_text() for path in sorted(Path(__file__).parent.glob("*.diff"))}
+def stored() -> dict[str, str]:
+    """Name -> diff of each file below this folder: `echo` is of grpo.py, `dpo/orpo` of dpo.py."""
+    return {str(path.relative_to(FOLDER).with_suffix("")): path.read_text() for path in sorted(FOLDER.rglob("*.diff"))}
+
+
+def source_of(name: str) -> str:
+    """The text of the script that a diff changes: of a name of `stored`, or of a title of the document."""
+    script, slash, _ = name.partition("/")
+    return (ROOT / (f"{script}.py" if slash else "grpo.py")).read_text()
 
 
 def apply(diff: str, source: str) -> tuple[str, str]:
@@ -44,10 +52,9 @@ def num_added(diff: str) -> int:
 
 
 if __name__ == "__main__":
-    grpo = (ROOT / "grpo.py").read_text()
     document = DOCUMENT.read_text()
-    for diff in documented().values():
-        document = document.replace(diff, apply(diff, grpo)[1])
+    for title, diff in documented().items():
+        document = document.replace(diff, apply(diff, source_of(title))[1])
     DOCUMENT.write_text(document)
-    for name, diff in careless().items():
-        (Path(__file__).parent / f"{name}.diff").write_text(apply(diff, grpo)[1])
+    for name, diff in stored().items():
+        (FOLDER / f"{name}.diff").write_text(apply(diff, source_of(name))[1])

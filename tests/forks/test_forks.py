@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.checkpoint.faulty import server
 from tests.conftest import ROOT, STOPS, launch
-from tests.forks.patches import DOCUMENT, apply, careless, documented, num_added
+from tests.forks.patches import DOCUMENT, apply, documented, num_added, source_of, stored
 from tests.forks.rewards import TOKENS
 from tests.forks.self_play import self_play, with_forgotten_baselines
 from tests.forks.two_policies import two_policies
@@ -30,6 +30,9 @@ LENGTH, CLIP, PROCESS_REWARD, REPLAY, SFT, AVERAGE = ("by_length", "wider_clip",
                                                       "average")
 THREE_TURNS = f"{ROOT}/tests/engine/episodes_of_tests.py:three_turns"
 MADE = {"two_policies": two_policies, "self_play": self_play, "forgotten_baselines": with_forgotten_baselines}
+UNTIL_EVEN = f"{ROOT}/tests/forks/episodes.py:until_even"
+OF_A_RANK = (r"the step has 16 responses, and rollout\.samples the 8 that this rank scored: "
+             r"rollout\.numbers_of\(lambda sample: \.\.\.\) has a number for each")
 UNSAVED = ["--save.hf", "never", "--save.resume", "none"]
 THREE_STEPS = [*STOPS, "--total-steps", "3", "--save.every", "1"]
 MOVED = [*STOPS, *UNSAVED, "--total-steps", "1", "--epochs-per-step", "3", "--optim.lr", "1e-2"]
@@ -38,7 +41,7 @@ MOVED = [*STOPS, *UNSAVED, "--total-steps", "1", "--epochs-per-step", "3", "--op
 @pytest.fixture(scope="module")
 def start(tiny_llama, small_train, tmp_path_factory):
     """`start(title or name, *flags)` runs a fork and returns its run folder; with check=False, what it said."""
-    forks = documented() | careless()
+    forks = documented() | stored()
 
     def start(fork: str, *more: str, ranks: int = 1, check: bool = True, base: str = GRPO):
         folder = tmp_path_factory.mktemp("fork")
@@ -91,9 +94,10 @@ def fours(numbers: list[float]) -> list[list[float]]:
 
 # --------------------------------------------------------------------------- the diffs themselves
 
-@pytest.mark.parametrize("diff", (documented() | careless()).values(), ids=(documented() | careless()).keys())
-def test_the_diffs_fit(diff):
-    assert apply(diff, GRPO)[1] == diff, "grpo.py's lines have moved: python -m tests.forks.patches"
+@pytest.mark.parametrize("name", documented() | stored())
+def test_the_diffs_fit(name):
+    diff = (documented() | stored())[name]
+    assert apply(diff, source_of(name))[1] == diff, "a script's lines have moved: python -m tests.forks.patches"
 
 
 def test_a_diff_that_does_not_fit_is_refused():
@@ -298,9 +302,27 @@ def test_a_length_penalty_by_difficulty(start):
         expected = [row["score"] - 0.01 * share * row["response_length"] for row in group]
         assert [row["reward"] for row in group] == pytest.approx(expected, abs=1e-6)
     assert len(shares) > 2
-    done = start("length_of_a_rank", *flags, ranks=2, check=False)
-    assert done.returncode and "must match the size" in done.stderr, done.stderr
-    assert "step 1" not in done.stdout
+    said = said_by(start("length_of_a_rank", *flags, ranks=2, check=False))
+    assert re.fullmatch(rf"(\[rank \d\] )?error: .*mine.py:\d+: {OF_A_RANK}", said), said
+
+
+def test_a_penalty_for_turns(start):
+    """Each reply of the model costs 0.05, on two ranks. From the replies of a rank's own episodes the same on one rank;
+    on two the run ends."""
+    flags = [*STOPS, *UNSAVED, "--total-steps", "1", "--rollout.episode", UNTIL_EVEN, "--rollout.max-response-length",
+             "60"]
+    run, seen = start("turns", *flags, ranks=2), set()
+    for row in rows_of(run):
+        num_replies = sum(is_own for is_own, _ in groupby(row["mask"]))
+        seen.add(num_replies)
+        assert row["reward"] == pytest.approx(row["score"] - 0.05 * num_replies, abs=1e-6)
+    assert len(seen) > 2
+    careless = start("turns_of_a_rank", *flags)
+    key = lambda row: (row["group"], row["index"])                                                  # noqa: E731
+    ours, theirs = ([row["reward"] for row in sorted(rows_of(x), key=key)] for x in (run, careless))
+    assert ours == theirs
+    said = said_by(start("turns_of_a_rank", *flags, ranks=2, check=False))
+    assert re.fullmatch(rf"(\[rank \d\] )?error: .*mine.py:\d+: {OF_A_RANK}", said), said
 
 
 def test_replaying_the_best_responses(start, tmp_path):

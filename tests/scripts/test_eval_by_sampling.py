@@ -7,8 +7,9 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.conftest import STOPS, launch, launch_all
+from tests.conftest import STOPS, launch, launch_all, make_tiny_llama
 from tests.scripts.test_supervised import PAIRS, check_exact_resume, metrics_of, weights_of, write
 from tools import try_script
 
@@ -78,13 +79,37 @@ def test_the_last_validation_is_that_of_evaluate(runs, commands, tiny_llama, sma
     tables = [pq.read_table(path) for path in sorted((tmp_path / "out/rollouts").glob("*.parquet"))]
     rows = [row for table in tables for row in table.to_pylist() if not row["greedy"]]
     ours = pq.read_table(run / "rollouts/val_000003.parquet").to_pylist()
-    assert [row["tokens"] for row in rows] == [row["tokens"] for row in ours] and len(rows) == 12
+    assert [row["response"] for row in rows] == [row["response"] for row in ours] and len(rows) == 12
+    assert len({row["response"] for row in ours}) > 6
 
 
 def test_two_ranks_sample_the_same(runs):
     ours, theirs = results_of(runs / "two/sft"), results_of(runs / "one/sft")
     assert ours[0] == pytest.approx(theirs[0])                          # before rounding makes weights differ
     assert len(ours) == len(theirs) == 3
+
+
+@pytest.mark.sweep
+@pytest.mark.engine
+def test_vllm_samples_with_the_weights_of_the_step(commands, tmp_path, tmp_path_factory):
+    """vLLM starts before the model is loaded, sleeps during the steps and gets their weights: the responses at
+    temperature 0 are those of Hugging Face's generate with the model of the run, and not with that of the start."""
+    start = make_tiny_llama(tmp_path_factory.mktemp("tiny_vllm"), 128)  # its attention on CPUs has heads of 32
+    _, *flags = commands["sft"]
+    launch("sft.py", *flags, "--model", start, "--rollout.engine", "vllm", "--rollout.max-num-seqs", "16",
+           "--rollout.kv-cache-gb", "0.25", "--eval-temperature", "0", "--eval-n", "1", "--run-dir", tmp_path)
+    assert len(results_of(tmp_path)) == 3
+    rows = pq.read_table(tmp_path / "rollouts/val_000003.parquet").to_pylist()
+    tokenizer = AutoTokenizer.from_pretrained(start)
+    found = []
+    for folder in (tmp_path / "model", start):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        for row in rows:
+            prompt = tokenizer(row["prompt"], add_special_tokens=False, return_tensors="pt")
+            tokens = model.generate(**prompt, do_sample=False, max_new_tokens=8, eos_token_id=-1)[0]
+            text = tokenizer.decode(tokens[prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+            found.append(text.startswith(row["response"].rstrip("\ufffd")))        # where a stop token ended it
+    assert all(found[:6]) and not any(found[6:]) and sum(len(row["response"]) for row in rows) > 20, rows
 
 
 def test_a_killed_run_continues_exactly(commands, runs, tmp_path):

@@ -13,7 +13,7 @@ import grpo
 import grpo_variants
 import rloo
 from tests.conftest import FAST_DTYPE, ROOT, TRAIN, VAL, launch, launch_all, make_tiny_llama
-from tests.forks.patches import careless
+from tests.forks.patches import stored
 
 REWARD = ROOT / "tests/scripts/reward_by_length.py"
 TINY = ("--data.max-prompt-length", "200", "--rollout.engine", "hf", "--policy.compute-dtype", "float32",
@@ -274,4 +274,4 @@ def test_broken_weights_are_refused_with_the_sample(tiny, tmp_path):
 
 def test_the_readmes_fork_is_one_that_is_tested():
     (change,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    assert f"+{change}" in careless()["by_length"]
+    assert f"+{change}" in stored()["by_length"]

@@ -3,6 +3,7 @@ commands: test_docs.py. Where a rule is checked by a function, a second test sho
 """
 
 import ast
+import itertools
 import re
 from pathlib import Path
 
@@ -153,6 +154,48 @@ def test_flags_paths_and_links_of_a_page_exist(page, known, names):
     assert unknown_flags(text, known) == set()
     assert missing_paths(text, names) == set()
     assert broken_links(text, ROOT / page) == set()
+
+
+# --------------------------------------------------------------------------- metrics
+
+NO_METRICS = r"_training/.*|runs/\w+|rollouts/\w+|application/json|lighteval/MATH"
+TIMES = ("timing_s/", "timing_per_token_ms/")  # by phase: one row is of them all
+
+
+def metrics_in(source: str) -> set[str]:
+    """What looks like a metric's name among the texts of a source; those that are put together there have no row."""
+    texts = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
+    names = {text for text in texts if isinstance(text, str) and re.fullmatch(r"[a-z_]+(/[a-z]\w*)+", text)}
+    return {name for name in names if not re.fullmatch(NO_METRICS, name) and not name.startswith(TIMES)}
+
+
+def unexplained(names: set[str], text: str) -> set[str]:
+    """Names that a page's spans of code do not have: a name with braces is several, `.../x` ends as another does. A row
+    of NAME or * is for names that a user gives, and does not explain one that is written in a source."""
+    shown, ends = set(), set()
+    for span in re.findall(r"`([^`\n]+)`", text):
+        parts = [part.split(",") if n % 2 else [part] for n, part in enumerate(re.split(r"[{}]", span))]
+        for one in map("".join, itertools.product(*parts)):
+            shown |= {one, re.sub(r"[/_]mean$", "", one)}               # of a mean, least and largest
+            ends |= {one.removeprefix("...")} if one.startswith(".../") else set()
+    return {name for name in names - shown if not name.endswith(tuple(ends))}
+
+
+def test_every_metric_is_explained():
+    sources = [*ROOT.glob("*.py"), *(path for folder in ("common", "variants", "rewards/runtime")
+                                     for path in (ROOT / folder).rglob("*.py"))]
+    names = set().union(*(metrics_in(path.read_text()) for path in sources))
+    text = "".join((ROOT / page).read_text() for page in PAGES)
+    assert len(names) > 80 and unexplained(names, text) == set()
+
+
+def test_a_metric_without_a_row_is_found():
+    source = 'meter.mean("perf/asked_frac", x)\nmetrics = {"actor/a": 1, f"actor/{x}": 2, "runs/grpo": 3, "val/b": 4}'
+    names = metrics_in(source)
+    assert names == {"perf/asked_frac", "actor/a", "val/b"}
+    assert unexplained(names, "`perf/*` `actor/NAME` `val/{a,b}`") == {"perf/asked_frac", "actor/a"}
+    assert unexplained({"x/a", "x/c_high"}, "`x/a/mean`, `x/c{,_high}` `y/b`, `.../d`") == set()
+    assert unexplained({"y/d", "y/e"}, "`y/b`, `.../d`") == {"y/e"}
 
 
 @pytest.mark.parametrize("page", EVIDENCE)

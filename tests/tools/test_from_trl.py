@@ -199,6 +199,8 @@ def test_ipo_with_means_is_that_with_sums_and_another_beta(beta):
 
 @pytest.mark.parametrize(("command", "expected"), [
     ("trl dpo --beta 0.3 --loss_type ipo", {"script": "dpo", "beta": 0.3, "loss": "ipo", "rows_per_step": 8}),
+    ("trl kto --beta 0.2 --desirable_weight 0.8 --undesirable_weight 1.5 --gradient_accumulation_steps 2", {
+        "script": "kto", "beta": 0.2, "desirable_weight": 0.8, "undesirable_weight": 1.5, "rows_per_step": 16}),
     ("trl reward --max_length 99", {"script": "rm", "centre_coef": 0.0, "rows_per_step": 8}),
     ("python gkd.py --lmbda 0.25 --per_device_train_batch_size 16", {
         "script": "distill", "divergence": "jsd", "beta": 0.5, "prompts_per_step": 4, "answers_per_step": 12}),
@@ -225,6 +227,26 @@ def test_each_kind_of_command(command, expected):
     args = parsed(new)
     assert {name: new.script if name == "script" else getattr(args, name) for name in expected} == expected
     assert not new.unknown
+
+
+def test_a_script_with_the_trainer_of_kto(tmp_path):
+    """Its configuration and the arguments by place; what the reference does ahead in TRL, and another loss, are named,
+    and so is which rows the KL is of."""
+    new = translate_code(tmp_path, """
+from trl import KTOConfig, KTOTrainer
+trainer = KTOTrainer("org/model", None, KTOConfig(output_dir="out", beta=0.3, desirable_weight=1.33, max_steps=20,
+                     per_device_train_batch_size=4, loss_type="apo_zero_unpaired", precompute_ref_log_probs=True,
+                     train_sampling_strategy="sequential"), train_dataset=load_dataset("org/Thumbs"))
+""", gpus=2)
+    args = parsed(new)
+    assert (new.script, args.model, args.run_dir, args.beta, args.desirable_weight) == (
+        "kto", "org/model", "out", 0.3, 1.33)
+    assert (args.rows_per_step, args.total_steps, args.optim.lr, args.data.max_length) == (8, 20, 1e-6, 1024)
+    assert args.data.on_long_row == "truncate" and args.train_data == ("data/Thumbs/train.parquet",)
+    assert list(new.without) == ["--loss_type apo_zero_unpaired", "--precompute_ref_log_probs"]
+    assert list(new.needless) == ["--train_sampling_strategy sequential"] and new.unknown == []
+    assert any("estimated over these 8 rows" in note for note in new.notes)
+    assert not any("--beta" in note for note in translate("trl kto").notes)
 
 
 def test_a_share_of_the_steps_as_warm_up():
@@ -354,7 +376,7 @@ def test_what_is_nearest_is_named(name, said, tmp_path):
 @pytest.mark.parametrize(("source", "message"), [
     ("absent.py", "absent.py is neither a file nor a command"),
     ("ls -la", "neither a file nor a command"),
-    ("trl kto --model_name_or_path m", "kto: this tool translates none of its commands; dpo.py trains"),
+    ("python orpo.py --model_name_or_path m", "orpo: this tool translates none of its commands; docs/forks.md has"),
     ("trl grpo --loss_type vespo", "--loss_type vespo has no equivalent"),
     ("trl grpo --num_generations 3", "must be whole groups of --num_generations 3"),
     ("trl sft --learning_rate 1e-5 --per_device_train_batch_size many", "--per_device_train_batch_size many must be"),
