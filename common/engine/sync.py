@@ -51,15 +51,15 @@ def as_numbers(checksums: Mapping[str, Checksum]) -> dict[str, tuple[int, int]]:
 
 def held_checksums(model: nn.Module, sent: dict[str, Checksum], dtype: torch.dtype) -> dict[str, Checksum]:
     """Checksums of vLLM's copy of each tensor in `sent`, by the tensor's name. Tensors with another name than in
-    transformers are left out, and tensors that vLLM quantised or computes: the probe and the step's own tokens judge
-    them."""
+    transformers are left out, and tensors that vLLM quantised, rounded or computes: the probe and the step's own tokens
+    judge them."""
     held: dict[str, Checksum] = {}
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             names = names_of_parts(model, prefix, name)
             if parameter.dtype not in AS_SENT or sent.keys().isdisjoint(names):  # such as the scales of quantised ones
                 continue
-            if name in COMPUTED:
+            if name in COMPUTED or parameter.dtype.itemsize < dtype.itemsize:
                 continue
             parts = [parameter]
             if len(names) > 1:
@@ -81,7 +81,7 @@ def names_of_parts(model: nn.Module, prefix: str, name: str) -> list[str]:
     """What transformers calls the parts of vLLM's parameter `prefix.name`: several where vLLM has matrices in
     one."""
     path, _, own_name = prefix.rpartition(".")
-    matrices = model.packed_modules_mapping.get(own_name, ())
+    matrices = getattr(model, "packed_modules_mapping", {}).get(own_name, ())
     if len(matrices) > 1:  # such as qkv_proj, but not a tower's
         return [f"{path}.{matrix}.{name}" for matrix in matrices]
     if name in EXPERTS:

@@ -20,12 +20,13 @@ from torch import Tensor
 from common.dataset.images import Images
 from common.engine.base import Engine, EngineSetup, Request
 from common.engine.extra import most_sequences
-from common.engine.names import published_form
+from common.engine.names import loadable, not_loaded, published_form
 from common.engine.outputs import complete, shorten
 from common.engine.sync import Checksum, differing, held_checksums
 from common.engine.tail import Tail
 from common.engine.vllm_changes import (
     check_routers,
+    compute_weights,
     kept_classes,
     pack_on_cpu,
     quantize_on_load,
@@ -152,18 +153,18 @@ class VLLMEngine(Engine):
             self.llm.wake_up(tags=["weights"])  # first, always: buffers are restored into the weights' pool
 
     def _load(self, tensors: Iterator[tuple[str, Tensor]], sent: dict[str, Checksum]) -> tuple[int, set[str]]:
-        # vLLM 0.26 tells experts' names without the module that holds them, and a few models tell nothing; if weights
-        # of any rank are missing, all raise
+        # a few models tell nothing of what was loaded; if weights of any rank are missing, all raise
         if self.on_cpu:
             unpack_on_cpu(self.model)
         if self.published_form is not None:
             lm, plan = self.published_form
             tensors = published(lm, tensors, plan)
         with quantize_on_load(self.quantized, self.llm.llm_engine.vllm_config):
-            names = {name.replace(".routed_experts", "") for name, _ in self.model.named_parameters()}
+            names = loadable(self.model)
             loaded = self.model.load_weights(tensors)
+        compute_weights(self.model, self.dtype)
         if loaded is not None:
-            missing = all_names(names - {name.replace(".routed_experts", "") for name in loaded})
+            missing = all_names(not_loaded(names, loaded))
             if missing:
                 raise RuntimeError(
                     f"weight sync: nothing that the trainer sends goes into {len(missing)} weights of the "

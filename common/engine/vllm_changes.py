@@ -11,6 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
+LATENT = "MLAAttention"
+"""vLLM's class of multi-head latent attention. Its own parameters are computed of the weights beside it."""
+
 
 @contextlib.contextmanager
 def quantize_on_load(layers: list[nn.Module], vllm_config: Any) -> Iterator[None]:
@@ -107,6 +110,13 @@ def check_routers(model: nn.Module, num_layers: int) -> None:
     if len(found) != num_layers or not found:
         raise ValueError(f"--policy.router-float32: vLLM's {type(model).__name__} has {num_layers} layers with experts "
                          f"and {len(found)} routers that are known, leave it out")
+
+
+def compute_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """After a sync: what multi-head latent attention computes of its weights for decoding."""
+    for module in model.modules():
+        if type(module).__name__ == LATENT:
+            module.process_weights_after_loading(dtype)
 
 
 def unpack_on_cpu(model: nn.Module) -> None:

@@ -67,7 +67,13 @@ SMALL: dict[str, Any] = families.SIZES | families.HEAD | {
 }
 """Fields of configs, where a config has them."""
 WINDOW = {"layer_types": ["sliding_attention", "full_attention"]}
-AS_PUBLISHED = {"deepseek_v3": {"topk_method": "noaux_tc"}}
+SIGMOID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+AS_PUBLISHED = {
+    "afmoe": {"score_func": "sigmoid"},
+    "deepseek_v2": {"n_group": 1, "topk_group": 1, "scoring_func": "softmax", "topk_method": "greedy"},
+    "deepseek_v3": SIGMOID,
+    "glm4_moe_lite": SIGMOID | {"first_k_dense_replace": 1},
+}
 """Fields that published models have, transformers does not read, and vLLM does."""
 SPECIAL: dict[str, dict[str, Any]] = {
     "cohere_compass_text": WINDOW | {"rope_parameters": {
@@ -349,6 +355,9 @@ def for_vllm(family: str) -> Any:
     changes = {"tie_word_embeddings": CONFIG_MAPPING[family]().tie_word_embeddings}
     if not fields.get("head_dim") and "kv_lora_rank" not in fields:
         changes |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    if "kv_lora_rank" in fields:                        # the widths for which vLLM has latent attention
+        changes |= {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64,
+                    "qk_head_dim": fields["qk_nope_head_dim"] + 64}
     known = {name: x for name, x in changes.items() if name in fields}
     return CONFIG_MAPPING[family](**fields | known | AS_PUBLISHED.get(family, {}))
 
