@@ -202,6 +202,7 @@ class Training(Models):
         self.watchdog.on_phase = self.tracker.now.phase
         if "policy" in self.optimizers:
             self.tracker.noise.watch(self.policy, self.optimizers["policy"])
+            self.tracker.terms.watch(self.policy, args.policy.router_aux_coef)
         self.closing.callback(self.tracker.close)
         self.closing.callback(self.checkpoints.wait)
         self.first_step = state.get("step", 0)

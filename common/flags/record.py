@@ -64,9 +64,12 @@ class LogConfig:
     (val_000010.parquet) have a file too. 0: no files."""
     rollouts_max: int = 64
     """Most responses in such a file: the step's first whole groups, at least one. Needs --log.rollouts-every."""
+    signal: int = 0
+    """Steps between measurements of what the policy's gradient is made of: the shares of the terms of the loss, in the
+    first mini-batch of such a step, which runs backward once more for each. 0: never."""
 
     def __post_init__(self):
-        check_at_least(0, {"--log.rollouts-every": self.rollouts_every})
+        check_at_least(0, {"--log.rollouts-every": self.rollouts_every, "--log.signal": self.signal})
         check_at_least(1, {"--log.rollouts-max": self.rollouts_max})
         for package in self.to:
             if importlib.util.find_spec(package) is None:

@@ -20,6 +20,7 @@ from common.checkpoint.run_folder import check_holder
 from common.flags.record import LogConfig
 from common.flags.secrets import redacted
 from common.parallel.ranks import World
+from common.tracking.gradient_terms import GradientTerms
 from common.tracking.health import HealthCheck
 from common.tracking.noise_scale import NoiseScale
 from common.tracking.now import Now
@@ -46,6 +47,7 @@ class Tracker:
         self.health = HealthCheck()
         self.now = Now(self.run_dir, world.is_main)
         self.noise = NoiseScale(state.get("noise", {}))
+        self.terms = GradientTerms(config)
         if not self.is_main:
             return
         flags = redacted(dataclasses.asdict(args))
