@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._composable import checkpoint, checkpoint_activation
 
 from common.batch import Batch
 from common.flags.record import LogConfig
@@ -37,25 +38,31 @@ class GradientTerms:
 
     def __init__(self, config: LogConfig):
         self.every = config.signal
+        self.rewards = config.signal_rewards
         self.is_open = False                                            # the mini-batch that runs is measured
         self.strength: Tensor | None = None                             # [T] of the micro-batch that ran last
-        self.factors: dict[str, Tensor] = {}                            # part of the reward -> [S], of its advantage
+        self.factors: dict[str, Tensor] = {}                            # part of the score -> [S], by reward_parts.py
 
     def watch(self, model: PackedModel, router_aux_coef: float) -> None:
         """Follow the training of `model`. Raises ValueError for what --log.signal cannot take apart."""
         model.gradient_terms = self
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.parameters: list[Any] = [p for p in model.parameters() if p.requires_grad]
         if self.every and router_aux_coef:
             raise ValueError(f"--log.signal {self.every}: with --policy.router-aux-coef each backward pass adds the "
                              f"routers' loss: set one of both to 0")
         if self.every and any(place.is_replicate() for p in self.parameters for place in p.placements):
             raise ValueError(f"--log.signal {self.every}: the copies of the model sum their gradients once in a "
                              f"mini-batch: it needs --policy.replicas 1")
+        if self.every:
+            checkpoint_activation._no_hook = WithoutHook  # type: ignore[assignment]
         model.register_forward_hook(self._after_forward)                # FSDP2's own was registered before
+
+    def is_due(self, step: int) -> bool:
+        return self.every > 0 and step % self.every == 0
 
     def begin(self, step: int) -> None:
         """Before the first mini-batch of the step's update."""
-        self.is_open = self.every > 0 and step % self.every == 0
+        self.is_open = self.is_due(step)
         self.sums: dict[str, list[Tensor | None]] = {}                  # name -> this rank's part of its gradient
         self._forget()
 
@@ -162,6 +169,9 @@ class GradientTerms:
         if not self.sums:
             raise ValueError(f"--log.signal {self.every}: this script names no term of its loss; write "
                              f"loss = loss + update.term('mine', args.mine_coef * mine)")
+        if self.rewards and not (self.factors and POLICY in self.sums):
+            raise ValueError(f"--log.signal-rewards {' '.join(self.rewards)}: this script has no rewards, or does not "
+                             f"name the term of its loss that their advantages are in, update.term({POLICY!r}, ...)")
         whole = self._gradient()
         terms = {name: part for name, part in self.sums.items() if not name.startswith(REWARD)}
         rest = whole
@@ -174,6 +184,22 @@ class GradientTerms:
             metrics |= shares(parts, self.sums[POLICY], "signal/reward_share")
         self.sums = {}
         return metrics
+
+
+class WithoutHook:
+    """torch's `_no_hook`, in which a block is recomputed; torch's can be entered once, so with
+    --policy.gradient-checkpointing a second backward pass of the same graph would fail (torch 2.13)."""
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+
+    def __enter__(self) -> None:
+        state = checkpoint.state(self.module)
+        self.before = state.enable_hook
+        state.enable_hook = False
+
+    def __exit__(self, *_: Any) -> None:
+        checkpoint.state(self.module).enable_hook = self.before
 
 
 def added(sums: Sequence[Tensor | None], more: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -6,6 +6,12 @@ from statistics import mean
 REPEATED_AFTER = 20
 """Steps before a warning of the same kind is given again."""
 
+TERMS = {
+    "kl": ("--kl-loss-coef", "the KL to the reference"),
+    "entropy": ("--entropy-coef", "the entropy bonus"),
+}
+"""Terms of the loss beside the rewards' -> the flag to lower, and what they are called."""
+
 
 class HealthCheck:
     """`look` at each step's metrics in turn."""
@@ -55,6 +61,9 @@ class HealthCheck:
         over("noise", "signal/noise_to_signal", 30.0,
              "in the gradient of a mini-batch the noise is {:.0f} times the signal (squared): twice the prompts of a "
              "mini-batch would halve it; raise --prompts-per-step, or lower --minibatches-per-step or --optim.lr")
+        for name, (flag, advice) in TERMS.items():
+            over(f"share of {name}", f"signal/share/{name}", 0.9,
+                 f"{{:.0%}} of the gradient is {advice}, so the rewards hardly move the policy: lower {flag}")
         failed = metrics.get("reward/error_frac", 0.0) + metrics.get("reward/timeout_frac", 0.0)
         if failed > 0:
             found["reward"] = (f"{failed:.1%} of the samples have no reward (errors and timeouts): the log has the "

@@ -1,12 +1,23 @@
 """What the policy's gradient is made of: against backward passes of transformers' model in float64, one for each term."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.conftest import launch
+import grpo
+from common.batch import Batch
+from common.flags.record import LogConfig
+from common.metrics import Meter
+from common.rollout import Rollout, Sample
+from common.rollouts.gather import gather_rollout
+from common.tracking.gradient_terms import GradientTerms, measure_strength
+from common.tracking.phase import Phase
+from common.tracking.reward_parts import advantage_shares
+from envs.runtime.response import Response
+from tests.conftest import ROOT, launch, launch_all
 from tests.tracking.terms_worker import ENTROPY, KL, LENGTH, PROMPT, numbers
 
 BUDGETS = ("1", "3", "8")
@@ -74,3 +85,160 @@ def test_shares_are_those_of_backward_passes_by_hand(found, want):
 
 def test_the_update_is_the_same_to_the_bit(found):
     assert all(metrics["same"] and metrics["num"] > 10 for metrics in found.values())
+
+
+# --------------------------------------------------------------------------- by hand
+
+def test_tokens_and_sequences_that_have_a_gradient():
+    """Two responses of 2 and 3 tokens after prompts of one, and one of a token that was left out."""
+    batch = Batch.build([[1], [1]], [[2, 3], [4, 5, 6]])
+    meter = Meter()
+    measure_strength(torch.tensor([9.0, 1.0, 3.0, 9.0, 0.0, 0.0, 2.0]), batch, meter)
+    meter.total("_signal/tokens_all", 1.0)
+    meter.total("_signal/sequences_all", 1.0)
+    assert meter.reduce() == pytest.approx({
+        "signal/tokens_frac": 3 / 6, "signal/effective_tokens_frac": 6**2 / 14 / 6,
+        "signal/sequences_frac": 2 / 3, "signal/effective_sequences_frac": 6**2 / 20 / 3,
+    })
+    meter = Meter()
+    measure_strength(torch.zeros(2), Batch.build([[1]], [[2]]).dummy(), meter)
+    assert set(meter.reduce().values()) == {0.0}
+
+
+def opened(outputs: torch.Tensor) -> GradientTerms:
+    """In a measured mini-batch, after a forward pass."""
+    terms = GradientTerms(LogConfig(signal=2))
+    terms.parameters = []
+    terms.begin(4)
+    terms._after_forward(None, (), (outputs,))
+    return terms
+
+
+@pytest.mark.parametrize(("error", "mistake"), [
+    (r"term\('a'\) is a part of update.term\('b'\): name parts", lambda terms, x: terms.term("b", 2 * terms.term("a", x * x))),
+    ("'a'. does not depend on what the policy returned", lambda terms, x: terms.term("a", ELSEWHERE * 2) + x),
+    ("'other'.: this is the name of what no name", lambda terms, x: terms.term("other", x)),
+    ("names no term of its loss; write loss = loss", lambda terms, x: x * x),
+    ("no output of the policy has a gradient yet, and update.done", lambda terms, x: ELSEWHERE * 2),
+])
+def test_a_careless_term_stops_in_a_line(error, mistake):
+    model = torch.nn.Linear(3, 1)
+    terms = opened(model.weight[0] * 2)
+    with pytest.raises((ValueError, RuntimeError), match=error) as found:
+        mistake(terms, terms.passes[0][1]).sum().backward()
+        terms.after_backward(Batch.build([[1]], [[2, 3]]), Meter())
+        terms.close()
+    assert "\n" not in str(found.value)
+
+
+ELSEWHERE = torch.ones(3, requires_grad=True)
+
+
+def test_a_term_is_what_was_given_where_nothing_is_measured():
+    terms = GradientTerms(LogConfig(signal=2))
+    terms.begin(3)
+    values = torch.ones(2, requires_grad=True)
+    assert terms.term("a", values) is values and terms.close() == {}
+    with pytest.raises(ValueError, match="update_critic: update.term.* is for the phase update_actor"):
+        Phase(None, "update_critic", []).term("a", values)
+
+
+def rollout_of(scores: list[float], **parts: list[float]) -> Rollout:
+    """Groups of three responses."""
+    samples = []
+    for i, score in enumerate(scores):
+        extras = {name: values[i] for name, values in parts.items()}
+        prompt = SimpleNamespace(tokens=[1], images=None)
+        samples.append(Sample(i, i // 3, 7, prompt, Response([2, 3], [-1.0, -1.0], "stop"), score=score, extras=extras))
+    return gather_rollout(samples)
+
+
+def test_shares_of_an_advantage_by_hand():
+    """Scores a + b / 2 + c; the second group has one score, and one response of the third has none."""
+    a = [0.0, 3.0, 0.0] + [1.0] * 3 + [2.0, 0.0, 5.0]
+    b = [2.0, 2.0, 8.0] + [4.0, 0.0, 2.0] + [0.0, 0.0, 9.0]
+    c = [1.0, 0.0, 0.0] + [0.0, 2.0, 1.0] + [0.0, 1.0, 0.0]
+    scores = [x + y / 2 + z for x, y, z in zip(a, b, c)]
+    scores[8] = float("nan")
+    rollout = rollout_of(scores, a=a, b=b)
+    advantages = grpo.group_advantages(rollout.scores, rollout.group, True)
+    rollout.batch.advantage = rollout.to_tokens(advantages)
+    shares = advantage_shares(rollout, ["a", "b=0.5"])
+    centred = [2 - 10 / 3, 4 - 10 / 3, 4 - 10 / 3]
+    assert shares["a"].tolist() == pytest.approx([-1 / centred[0], 2 / centred[1], -1 / centred[2], 0, 0, 0, 2, 2, 0])
+    assert shares["b"].tolist() == pytest.approx([-1 / centred[0], -1 / centred[1], 2 / centred[2], *[0] * 6])
+    whole = shares["a"] + shares["b"] + shares["rest"]
+    assert whole[advantages != 0].tolist() == pytest.approx([1.0] * 5) and whole.count_nonzero() == 5
+    alone = rollout_of(a[:3], a=a[:3])
+    alone.batch.advantage = alone.to_tokens(alone.scores - 1)
+    assert advantage_shares(alone, ["a"]).keys() == {"a"}
+
+
+@pytest.mark.parametrize(("parts", "advantage", "error"), [
+    (["b"], lambda r: r.scores - 1, "row 7 of --train-data: the reward function returned b = None, must be a number"),
+    (["a"], lambda r: r.scores, "advantages are not the scores less their group's mean, times one factor for each"),
+    (["a"], lambda r: 1 - r.scores, "advantages are not the scores less their group's mean"),
+    (["a"], None, "advantages are not the scores less .* before run.to_minibatches"),
+])
+def test_parts_that_have_no_share_are_refused(parts, advantage, error):
+    rollout = rollout_of([0.0, 1.0, 2.0], a=[0.0, 1.0, 2.0])
+    if advantage is not None:
+        rollout.batch.advantage = rollout.to_tokens(advantage(rollout))
+    with pytest.raises(ValueError, match=error):
+        advantage_shares(rollout, parts)
+
+
+@pytest.mark.parametrize("part", ["", "a=", "a=x", "a=nan", "rest", "=2"])
+def test_what_is_no_name_of_a_part_is_refused(part):
+    with pytest.raises(ValueError, match="must be NAME or NAME=FACTOR, and not rest"):
+        LogConfig(signal=1, signal_rewards=(part,))
+
+
+# --------------------------------------------------------------------------- in a script
+
+@pytest.fixture(scope="module")
+def runs(tiny_llama, small_train, tmp_path_factory) -> dict[str, list[dict[str, float]]]:
+    folder = tmp_path_factory.mktemp("runs")
+    flags = ["--model", tiny_llama, "--train-data", small_train, "--data.max-prompt-length", "200", "--rollout.engine",
+             "hf", "--policy.compute-dtype", "float32", "--prompts-per-step", "4", "--samples-per-prompt", "4",
+             "--rollout.max-response-length", "6", "--optim.lr", "1e-3", "--reward.num-workers", "1", "--total-steps",
+             "3", "--minibatches-per-step", "2", "--save.hf", "never", "--reward.function",
+             f"{ROOT}/tests/tracking/reward_of_parts.py:compute_score"]
+    terms = ["--kl-loss-coef", "0.2", "--entropy-coef", "0.01"]
+    parts = ["--log.signal", "2", "--log.signal-rewards", "odd", "vowels=0.1"]
+    launch_all(folder, {
+        "plain": ["grpo", *flags, *terms],
+        "measured": ["grpo", *flags, *terms, *parts],
+        "small": ["grpo", *flags, *terms, *parts, "--max-tokens-per-gpu", "250", "--policy.share-prompt"],
+        "policy": ["grpo", *flags, *parts, "--policy.gradient-checkpointing", "True"],
+    })
+    return {name: [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+            for name in ("plain", "measured", "small", "policy")}
+
+
+def without_signal(row: dict[str, float]) -> dict[str, float]:
+    return {name: x for name, x in row.items() if not name.startswith((
+        "signal/share", "signal/reward_share", "timing", "perf/", "rollout/tokens_per_s"))}
+
+
+def test_a_run_is_the_same_with_and_without(runs):
+    """All its numbers, to the bit; every second step is measured."""
+    assert [*map(without_signal, runs["measured"])] == [*map(without_signal, runs["plain"])]
+    measured = [any("signal/share" in name for name in row) for row in runs["measured"]]
+    assert measured == [True, False, True] and runs["plain"][0]["signal/tokens_frac"] > 0
+
+
+def test_shares_do_not_depend_on_the_budget_and_add_up(runs):
+    """The policy is the reference in the first step, so its KL has no gradient, and nothing was left without a name."""
+    for name in ("share", "reward_share"):
+        for row, small in zip(runs["measured"], runs["small"]):
+            shares = {key: x for key, x in row.items() if key.startswith(f"signal/{name}/")}
+            shares.pop("signal/share/other_cosine", None)               # of rounding errors
+            assert shares == pytest.approx({key: small[key] for key in shares}, rel=1e-3, abs=1e-4)
+            if shares:
+                assert sum(x for key, x in shares.items() if not key.endswith("_cosine")) == pytest.approx(1)
+                assert row["signal/share/other"] < 1e-4
+    first, _, third = runs["measured"]
+    assert first.get("signal/share/kl", 0.0) == 0.0 and third["signal/share/kl"] > 0.01
+    assert {f"signal/reward_share/{part}" for part in ("odd", "vowels", "rest")} <= first.keys()
+    assert runs["policy"][0]["signal/share/policy"] == pytest.approx(1, abs=1e-4)

@@ -70,3 +70,10 @@ def test_much_noise_is_said():
     assert check.look(1, {"signal/noise_to_signal": 29.0}) == []
     (line,) = check.look(2, {"signal/noise_to_signal": 61.2})
     assert "the noise is 61 times the signal" in line and "--prompts-per-step" in line
+
+
+def test_a_gradient_that_is_mostly_the_kl_is_said():
+    check = HealthCheck()
+    assert check.look(1, {"signal/share/kl": 0.89, "signal/share/policy": 0.99}) == []
+    (line,) = check.look(2, {"signal/share/kl": 0.93})
+    assert "93% of the gradient is the KL to the reference" in line and "--kl-loss-coef" in line
