@@ -36,7 +36,7 @@ from common.rollouts.record import Recorder, write_step, write_validation
 from common.rollouts.scoring import PendingRollout, RemoteRollout, RolloutRequest, RolloutSource, Scoring, start_rollout
 from common.rollouts.validation import evaluate, spread_rows
 from common.tracking.phase import Phase
-from common.tracking.reward_parts import advantage_shares
+from common.tracking.reward_parts import shares_of_parts
 from common.tracking.step import rollout_metrics
 from common.training import BEGIN, START, Training
 
@@ -197,7 +197,7 @@ class Run(Training):
         if self.args.rollout.episode:
             most_keys = keys_per_token(self.args.rollout, self.max_sequence_length)
         if self.args.log.signal_rewards and self.tracker.terms.is_due(step):
-            self.tracker.terms.factors = advantage_shares(rollout, self.args.log.signal_rewards)
+            self.tracker.terms.factors = shares_of_parts(rollout, self.args.log.signal_rewards)
         layout = Layout(self.hf_config, self.world, num_minibatches, max_tokens, seed, self.policy.share_prompt,
                         most_keys)
         runs_all = self.args.run_zero_advantage or self.args.policy.router_aux_coef > 0     # a loss on every token

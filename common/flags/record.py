@@ -67,7 +67,8 @@ class LogConfig:
     """Most responses in such a file: the step's first whole groups, at least one. Needs --log.rollouts-every."""
     signal: int = 0
     """Steps between measurements of what the policy's gradient is made of: the shares of the terms of the loss, in the
-    first mini-batch of such a step, which runs backward once more for each. 0: never."""
+    first mini-batch of such a step, which runs backward once more for each. 0: never. Not with
+    --policy.router-aux-coef."""
     signal_rewards: tuple[str, ...] = ()
     """Also the shares of these numbers that the reward function returns beside the score, which is their sum, or of
     NAME=FACTOR; what they leave of the score is `rest`. Of responses whose advantage is not 0. Needs --log.signal."""

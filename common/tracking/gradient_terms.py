@@ -43,13 +43,10 @@ class GradientTerms:
         self.strength: Tensor | None = None                             # [T] of the micro-batch that ran last
         self.factors: dict[str, Tensor] = {}                            # part of the score -> [S], by reward_parts.py
 
-    def watch(self, model: PackedModel, router_aux_coef: float) -> None:
-        """Follow the training of `model`. Raises ValueError for what --log.signal cannot take apart."""
+    def watch(self, model: PackedModel) -> None:
+        """Follow the training of `model`. Raises ValueError for copies of it that are summed once in a mini-batch."""
         model.gradient_terms = self
         self.parameters: list[Any] = [p for p in model.parameters() if p.requires_grad]
-        if self.every and router_aux_coef:
-            raise ValueError(f"--log.signal {self.every}: with --policy.router-aux-coef each backward pass adds the "
-                             f"routers' loss: set one of both to 0")
         if self.every and any(place.is_replicate() for p in self.parameters for place in p.placements):
             raise ValueError(f"--log.signal {self.every}: the copies of the model sum their gradients once in a "
                              f"mini-batch: it needs --policy.replicas 1")
@@ -206,7 +203,15 @@ def added(sums: Sequence[Tensor | None], more: Sequence[Tensor | None]) -> list[
     """The sums of two lists, of which the first may be empty; None counts as 0."""
     if not sums:
         return [*more]
-    return [a if b is None else b if a is None else a + b for a, b in zip(sums, more, strict=True)]
+    total: list[Tensor | None] = []
+    for a, b in zip(sums, more, strict=True):
+        if a is not None and b is not None:
+            total.append(a + b)
+        elif a is None:
+            total.append(b)
+        else:
+            total.append(a)
+    return total
 
 
 def product(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> float:

@@ -19,6 +19,7 @@ from common.checkpoint.files import naming, sync
 from common.checkpoint.run_folder import check_holder
 from common.flags.record import LogConfig
 from common.flags.secrets import redacted
+from common.model.policy import PackedModel
 from common.parallel.ranks import World
 from common.tracking.gradient_terms import GradientTerms
 from common.tracking.health import HealthCheck
@@ -78,6 +79,11 @@ class Tracker:
         if "trackio" in config.to:
             self.trackio = self._start_trackio(config.wandb_project, flags)
             self.trackio_id = self.trackio.id
+
+    def watch(self, policy: PackedModel, optimizer: Any) -> None:
+        """Measure the gradient of each update of this model."""
+        self.noise.watch(policy, optimizer)
+        self.terms.watch(policy)
 
     def log(self, step: int, metrics: dict[str, float], line: str) -> None:
         """`line` is the step's line on the console. Raises ValueError if another run has taken the folder."""

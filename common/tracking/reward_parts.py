@@ -22,7 +22,7 @@ TOLERANCE = 1e-3
 """Of the largest advantage: they are float32, and some have a small constant in their denominator."""
 
 
-def advantage_shares(rollout: Rollout, parts: Sequence[str]) -> dict[str, Tensor]:
+def shares_of_parts(rollout: Rollout, parts: Sequence[str]) -> dict[str, Tensor]:
     """Part -> A_k / A of each response [S], 0 where A is 0; the same on every rank. All ranks call it, after
     `rollout.batch.advantage` is written.
 

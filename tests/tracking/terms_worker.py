@@ -91,7 +91,7 @@ def main(model: str, folder: str) -> None:
         minibatch = minibatch_of(world, known, size)
         _, plain = update(policy, world, minibatch, None)
         terms = GradientTerms(LogConfig(signal=1))
-        terms.watch(policy, 0.0)
+        terms.watch(policy)
         terms.factors = {"style": known["style"], "right": known["right"]}
         metrics, gradients = update(policy, world, minibatch, terms)
         same = all(torch.equal(a, b) for a, b in zip(plain, gradients, strict=True))

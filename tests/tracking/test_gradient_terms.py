@@ -1,4 +1,4 @@
-"""What the policy's gradient is made of: against backward passes of transformers' model in float64, one for each term."""
+"""What the policy's gradient is made of: against backward passes of transformers' model in float64, one a term."""
 
 import json
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from common.rollout import Rollout, Sample
 from common.rollouts.gather import gather_rollout
 from common.tracking.gradient_terms import GradientTerms, measure_strength
 from common.tracking.phase import Phase
-from common.tracking.reward_parts import advantage_shares
+from common.tracking.reward_parts import shares_of_parts
 from envs.runtime.response import Response
 from tests.conftest import ROOT, launch, launch_all
 from tests.tracking.terms_worker import ENTROPY, KL, LENGTH, PROMPT, numbers
@@ -114,20 +114,26 @@ def opened(outputs: torch.Tensor) -> GradientTerms:
     return terms
 
 
+def nested(terms: GradientTerms, x: torch.Tensor) -> torch.Tensor:
+    return terms.term("b", 2 * terms.term("a", x * x))
+
+
 @pytest.mark.parametrize(("error", "mistake"), [
-    (r"term\('a'\) is a part of update.term\('b'\): name parts", lambda terms, x: terms.term("b", 2 * terms.term("a", x * x))),
+    (r"term\('a'\) is a part of update.term\('b'\): name parts", nested),
     ("'a'. does not depend on what the policy returned", lambda terms, x: terms.term("a", ELSEWHERE * 2) + x),
     ("'other'.: this is the name of what no name", lambda terms, x: terms.term("other", x)),
     ("names no term of its loss; write loss = loss", lambda terms, x: x * x),
     ("no output of the policy has a gradient yet, and update.done", lambda terms, x: ELSEWHERE * 2),
 ])
 def test_a_careless_term_stops_in_a_line(error, mistake):
-    model = torch.nn.Linear(3, 1)
-    terms = opened(model.weight[0] * 2)
-    with pytest.raises((ValueError, RuntimeError), match=error) as found:
+    def update() -> None:
+        terms = opened(torch.nn.Linear(3, 1).weight[0] * 2)
         mistake(terms, terms.passes[0][1]).sum().backward()
         terms.after_backward(Batch.build([[1]], [[2, 3]]), Meter())
         terms.close()
+
+    with pytest.raises((ValueError, RuntimeError), match=error) as found:
+        update()
     assert "\n" not in str(found.value)
 
 
@@ -139,7 +145,7 @@ def test_a_term_is_what_was_given_where_nothing_is_measured():
     terms.begin(3)
     values = torch.ones(2, requires_grad=True)
     assert terms.term("a", values) is values and terms.close() == {}
-    with pytest.raises(ValueError, match="update_critic: update.term.* is for the phase update_actor"):
+    with pytest.raises(ValueError, match=r"update_critic: update.term.* is for the phase update_actor"):
         Phase(None, "update_critic", []).term("a", values)
 
 
@@ -156,14 +162,14 @@ def rollout_of(scores: list[float], **parts: list[float]) -> Rollout:
 def test_shares_of_an_advantage_by_hand():
     """Scores a + b / 2 + c; the second group has one score, and one response of the third has none."""
     a = [0.0, 3.0, 0.0] + [1.0] * 3 + [2.0, 0.0, 5.0]
-    b = [2.0, 2.0, 8.0] + [4.0, 0.0, 2.0] + [0.0, 0.0, 9.0]
-    c = [1.0, 0.0, 0.0] + [0.0, 2.0, 1.0] + [0.0, 1.0, 0.0]
+    b = [2.0, 2.0, 8.0, 4.0, 0.0, 2.0, 0.0, 0.0, 9.0]
+    c = [1.0, 0.0, 0.0, 0.0, 2.0, 1.0, 0.0, 1.0, 0.0]
     scores = [x + y / 2 + z for x, y, z in zip(a, b, c)]
     scores[8] = float("nan")
     rollout = rollout_of(scores, a=a, b=b)
     advantages = grpo.group_advantages(rollout.scores, rollout.group, True)
     rollout.batch.advantage = rollout.to_tokens(advantages)
-    shares = advantage_shares(rollout, ["a", "b=0.5"])
+    shares = shares_of_parts(rollout, ["a", "b=0.5"])
     centred = [2 - 10 / 3, 4 - 10 / 3, 4 - 10 / 3]
     assert shares["a"].tolist() == pytest.approx([-1 / centred[0], 2 / centred[1], -1 / centred[2], 0, 0, 0, 2, 2, 0])
     assert shares["b"].tolist() == pytest.approx([-1 / centred[0], -1 / centred[1], 2 / centred[2], *[0] * 6])
@@ -171,7 +177,7 @@ def test_shares_of_an_advantage_by_hand():
     assert whole[advantages != 0].tolist() == pytest.approx([1.0] * 5) and whole.count_nonzero() == 5
     alone = rollout_of(a[:3], a=a[:3])
     alone.batch.advantage = alone.to_tokens(alone.scores - 1)
-    assert advantage_shares(alone, ["a"]).keys() == {"a"}
+    assert shares_of_parts(alone, ["a"]).keys() == {"a"}
 
 
 @pytest.mark.parametrize(("parts", "advantage", "error"), [
@@ -185,7 +191,7 @@ def test_parts_that_have_no_share_are_refused(parts, advantage, error):
     if advantage is not None:
         rollout.batch.advantage = rollout.to_tokens(advantage(rollout))
     with pytest.raises(ValueError, match=error):
-        advantage_shares(rollout, parts)
+        shares_of_parts(rollout, parts)
 
 
 @pytest.mark.parametrize("part", ["", "a=", "a=x", "a=nan", "rest", "=2"])
