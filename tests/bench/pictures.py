@@ -30,8 +30,8 @@ SAMPLED = [
     "grpo.py", *MODEL, "--train-data", "data/word_problems/train.parquet", "--val-data",
     "data/word_problems/test.parquet", "--data.max-prompt-length", "500", "--rollout.engine", "hf",
     "--rollout.max-response-length", "8", "--prompts-per-step", "4", "--samples-per-prompt", "4", "--eval-n", "1",
-    "--eval-prompts", "4", "--eval-every", "10", "--optim.lr", "3e-3", "--kl-loss-coef", "0.05", "--entropy-coef",
-    "0.002", "--log.signal", "5", "--reward.num-workers", "1", "--reward.function",
+    "--eval-prompts", "2", "--eval-every", "5", "--optim.lr", "3e-3", "--kl-loss-coef", "0.05", "--entropy-coef",
+    "0.002", "--log.signal", "4", "--reward.num-workers", "1", "--reward.function",
     "tests/scripts/reward_by_length.py:compute_score",
 ]
 PORT = 8391
@@ -76,7 +76,7 @@ def main(folder: Path) -> None:
     picture(page_of([supervised], folder), docs / "page_steps.png", 1300, 620)
     seeds = [folder / f"seed_{seed}" for seed in (1, 2, 3)]
     for seed, run in enumerate(seeds, start=1):
-        train(SAMPLED, run, "--total-steps", "40", "--seed", str(seed))
+        train(SAMPLED, run, "--total-steps", "20", "--seed", str(seed))
     picture(page_of(seeds, folder), docs / "page_runs.png", 1300, 760)
     picture(page_of(seeds, folder), docs / "page_phone.png", 390, 800)
     running = folder / "running"
@@ -85,7 +85,7 @@ def main(folder: Path) -> None:
     server = subprocess.Popen([sys.executable, "-m", "tools.report", str(running), "--watch", "--port", str(PORT)],
                               cwd=ROOT)
     try:
-        while not has_steps(running, 25):
+        while not has_steps(running, 12):
             time.sleep(1)
             if training.poll() is not None:
                 raise RuntimeError(f"{running} ended with exit code {training.returncode}")

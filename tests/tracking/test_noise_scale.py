@@ -67,8 +67,9 @@ def test_two_steps_by_hand():
 
 def test_much_noise_is_said():
     check = HealthCheck()
-    assert check.look(1, {"signal/noise_to_signal": 29.0}) == []
-    (line,) = check.look(2, {"signal/noise_to_signal": 61.2})
+    assert check.look(1, {"signal/noise_to_signal": 29.0, "critic/rewards/mean": 0.5}) == []
+    assert check.look(1, {"signal/noise_to_signal": 61.2, "train/loss": 0.5}) == []     # supervised, at its end
+    (line,) = check.look(2, {"signal/noise_to_signal": 61.2, "critic/rewards/mean": 0.5})
     assert "the noise is 61 times the signal" in line and "--prompts-per-step" in line
 
 
