@@ -66,6 +66,7 @@ class GradientTerms:
     def _forget(self) -> None:
         self.passes: list[tuple[Tensor, Tensor]] = []                   # an output of the model, and its copy
         self.found: dict[str, list[Tensor | None]] = {}                 # term -> gradient by each of the copies
+        self.unused: set[str] = set()                                   # terms that no backward pass has come to
         self.inside = ""                                                # the term whose gradient is being found
 
     # ----------------------------------------------------------------------- during forward and backward passes
@@ -99,6 +100,7 @@ class GradientTerms:
         self.found.setdefault(name, [])
         if not values.requires_grad:
             return values
+        self.unused.add(name)
         marked = values.clone()                                         # its gradient is that of this term alone
         marked.register_hook(partial(self._find, name, values))
         return marked
@@ -109,6 +111,7 @@ class GradientTerms:
             raise ValueError(f"update.term({name!r}) is a part of update.term({self.inside!r}): name parts that are "
                              f"added to each other")
         self.inside = name
+        self.unused.discard(name)
         copies = [copy for _, copy in self.passes]
         gradients = torch.autograd.grad(values, copies, gradient, retain_graph=True, allow_unused=True)
         self.inside = ""
@@ -128,6 +131,9 @@ class GradientTerms:
         if all(copy.grad is None for _, copy in self.passes):
             raise RuntimeError("--log.signal: no output of the policy has a gradient yet, and update.done(...) must "
                                "follow the backward pass of its micro-batch")
+        if self.unused:
+            raise ValueError(f"update.term({min(self.unused)!r}) is not in the loss of this micro-batch: use what it "
+                             f"returns, loss = loss + update.term(...)")
         if POLICY in self.found:
             for name, factor in self.factors.items():
                 per_token = microbatch.to_tokens(factor)                                        # [T]

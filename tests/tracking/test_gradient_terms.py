@@ -118,10 +118,16 @@ def nested(terms: GradientTerms, x: torch.Tensor) -> torch.Tensor:
     return terms.term("b", 2 * terms.term("a", x * x))
 
 
+def beside(terms: GradientTerms, x: torch.Tensor) -> torch.Tensor:
+    terms.term("a", 2 * x)
+    return x * x
+
+
 @pytest.mark.parametrize(("error", "mistake"), [
     (r"term\('a'\) is a part of update.term\('b'\): name parts", nested),
     ("'a'. does not depend on what the policy returned", lambda terms, x: terms.term("a", ELSEWHERE * 2) + x),
     ("'other'.: this is the name of what no name", lambda terms, x: terms.term("other", x)),
+    ("'a'. is not in the loss of this micro-batch", beside),
     ("names no term of its loss; write loss = loss", lambda terms, x: x * x),
     ("no output of the policy has a gradient yet, and update.done", lambda terms, x: ELSEWHERE * 2),
 ])
