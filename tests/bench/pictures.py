@@ -1,6 +1,7 @@
 """The pictures of the report in docs/metrics.md, of real runs of a tiny model (CPU minutes: about 6):
 
-    python -m tests.bench.pictures FOLDER           # runs in FOLDER are continued, and finished ones are kept
+    python -m tests.bench.pictures FOLDER                    # runs in FOLDER are continued, and finished ones are kept
+    python -m tests.bench.pictures FOLDER runs/seed1 runs/seed2 runs/seed3      # three seeds of yours (make seeds)
 
 docs/page_steps.png: 2,000 steps; docs/page_runs.png: three seeds; docs/page_running.png: a run that goes on, as
 `--watch` shows it; docs/page_phone.png: the same in 390 pixels.
@@ -10,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -68,34 +68,41 @@ def has_steps(run: Path, count: int) -> bool:
     return metrics.exists() and metrics.read_text().count("\n") >= count
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, *given: str) -> None:
     docs = ROOT / "docs"
     folder.mkdir(parents=True, exist_ok=True)
     supervised = folder / "supervised"
     train(SUPERVISED, supervised)
     picture(page_of([supervised], folder), docs / "page_steps.png", 1300, 620)
     seeds = [folder / f"seed_{seed}" for seed in (1, 2, 3)]
-    for seed, run in enumerate(seeds, start=1):
-        train(SAMPLED, run, "--total-steps", "20", "--seed", str(seed))
+    if given:
+        seeds = [*map(Path, given)]
+    else:
+        for seed, run in enumerate(seeds, start=1):
+            train(SAMPLED, run, "--total-steps", "20", "--seed", str(seed))
     picture(page_of(seeds, folder), docs / "page_runs.png", 1300, 760)
     picture(page_of(seeds, folder), docs / "page_phone.png", 390, 800)
-    running = folder / "running"
+    picture_of_a_running_one(folder / "running", docs / "page_running.png")
+
+
+def picture_of_a_running_one(running: Path, file: Path) -> None:
+    """The page of --watch, while the run goes on."""
     shutil.rmtree(running, ignore_errors=True)
-    training = start(SAMPLED, running, "--total-steps", "400", "--save.resume", "none")
-    server = subprocess.Popen([sys.executable, "-m", "tools.report", str(running), "--watch", "--port", str(PORT)],
-                              cwd=ROOT)
+    processes = [start(SAMPLED, running, "--total-steps", "400")]
     try:
         while not has_steps(running, 12):
             time.sleep(1)
-            if training.poll() is not None:
-                raise RuntimeError(f"{running} ended with exit code {training.returncode}")
-        urllib.request.urlopen(f"http://localhost:{PORT}/now").close()
-        picture(f"http://localhost:{PORT}/", docs / "page_running.png", 1300, 560)
+            if processes[0].poll() is not None:
+                raise RuntimeError(f"{running} ended with exit code {processes[0].returncode}")
+        watch = [sys.executable, "-m", "tools.report", str(running), "--watch", "--port", str(PORT)]
+        processes.append(subprocess.Popen(watch, cwd=ROOT, stdout=subprocess.PIPE, text=True))
+        processes[1].stdout.readline()                                  # it says its address when it serves
+        picture(f"http://localhost:{PORT}/", file, 1300, 560)
     finally:
-        for process in (server, training):
+        for process in reversed(processes):
             process.terminate()
             process.wait()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

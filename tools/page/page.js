@@ -235,6 +235,9 @@ function chartOf(title, shown, width) {
     points: {show: raw.filter(isNumber).length <= 12, size: 6, fill: colour}}));
   const raw = curves.map(curve => ({...curve, stroke: curve.stroke + (several ? "22" : "55"), width: 1, points: {show: false}}));
   if (smoothing) curves.forEach(curve => { curve.width = 2; });
+  const shownRuns = new Set(series.map(({colour}) => colour)), under = [...shownRuns].reverse();
+  if (several && under.length <= 4)                     // equal curves lie over each other: the lower ones are wider
+    curves.forEach(curve => { curve.width += under.indexOf(curve.stroke); });
   const plot = new uPlot({
     width, height: 200, legend: {show: false}, cursor: {sync: {key: "x"}, drag: {x: true, y: false}}, padding: [8, 24, 0, 0],
     scales: {x: {time: false}, y: {range: (_, low, high) => low < high ? uPlot.rangeNum(low, high, 0.1, true)
