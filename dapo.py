@@ -203,14 +203,14 @@ def main(args: Args) -> None:
                         old_logp = logp.detach() if microbatch.old_logp is None else microbatch.old_logp
                         loss, stats = clipped_loss(logp, old_logp, microbatch.advantage, args)
                         # 1 without --correction.weights: then it only measures how far the engine is from the trainer
-                        loss = loss * importance_weights(microbatch, logp, correction, run.meter)
+                        loss = update.term("policy", loss * importance_weights(microbatch, logp, correction, run.meter))
                         run.meter.total("actor/pg_loss", (loss * weight).sum(), per=num_updates)
                         if reference is not None:
                             kl = losses.kl_estimate(logp, microbatch.ref_logp, args.kl_estimator)   # [T]
-                            loss = loss + args.kl_loss_coef * kl
+                            loss = loss + update.term("kl", args.kl_loss_coef * kl)
                             run.meter.mean("actor/kl_loss", kl, microbatch.mask)
                         if args.entropy_coef:
-                            loss = loss - args.entropy_coef * entropy
+                            loss = loss - update.term("entropy", args.entropy_coef * entropy)
                         (run.world.size * (loss * weight).sum()).backward()                     # FSDP averages: undo it
                         update.done(microbatch, logp, entropy, stats)
                     update.optimizer_step(policy, optimizer, args.optim, step)

@@ -267,9 +267,10 @@ def main(args: Args) -> None:
                         known = answers_as_sampled(microbatch, logp.detach(), len(sampled))
                         # 1 without --correction.weights: then it only measures how far the engine is from the trainer
                         correct_by = importance_weights(known, logp, correction, run.meter)
-                        loss = (loss * teacher_weight).sum()
+                        loss = update.term("distillation", (loss * teacher_weight).sum())
                         if args.reward_coef:
-                            loss = loss - (microbatch.advantage * correct_by * logp * weight).sum()
+                            term = (microbatch.advantage * correct_by * logp * weight).sum()
+                            loss = loss - update.term("policy", term)
                         (run.world.size * loss).backward()                                      # FSDP averages: undo it
                         update.done(microbatch, logp, entropy)
                     del heads                               # of weights that change, and the engine needs their memory

@@ -38,6 +38,7 @@ from common.rollouts.in_flight import continue_rollout
 from common.rollouts.record import Recorder, write_step
 from common.rollouts.scoring import PendingRollout, RemoteRollout, RolloutRequest, RolloutSource, Scoring, start_rollout
 from common.tracking.phase import Phase
+from common.tracking.reward_parts import shares_of_parts
 from common.tracking.step import rollout_metrics
 from common.training import BEGIN, START, Training
 
@@ -206,6 +207,8 @@ class Run(Training):
         most_keys = math.inf
         if self.args.rollout.episode:
             most_keys = keys_per_token(self.args.rollout, self.max_sequence_length)
+        if self.args.log.signal_rewards and self.tracker.terms.is_due(step):
+            self.tracker.terms.factors = shares_of_parts(rollout, self.args.log.signal_rewards)
         layout = Layout(self.hf_config, self.world, num_minibatches, max_tokens, seed, self.policy.share_prompt,
                         most_keys)
         runs_all = self.args.run_zero_advantage or self.args.policy.router_aux_coef > 0     # a loss on every token

@@ -201,7 +201,7 @@ class Training(Models):
         self.tracker = Tracker(args.log, args.run_dir, args, self.world, state.get("tracker", {}))
         self.watchdog.on_phase = self.tracker.now.phase
         if "policy" in self.optimizers:
-            self.tracker.noise.watch(self.policy, self.optimizers["policy"])
+            self.tracker.watch(self.policy, self.optimizers["policy"])
         self.closing.callback(self.tracker.close)
         self.closing.callback(self.checkpoints.wait)
         self.first_step = state.get("step", 0)

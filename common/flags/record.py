@@ -1,6 +1,7 @@
 """The flags of what a run writes: checkpoints, --save.*, and metrics and responses, --log.*"""
 
 import importlib.util
+import math
 import os
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
@@ -64,10 +65,21 @@ class LogConfig:
     (val_000010.parquet) have a file too. 0: no files."""
     rollouts_max: int = 64
     """Most responses in such a file: the step's first whole groups, at least one. Needs --log.rollouts-every."""
+    signal: int = 0
+    """Steps between measurements of what the policy's gradient is made of: the shares of the terms of the loss, in the
+    first mini-batch of such a step, which runs backward once more for each. 0: never. Not with
+    --policy.router-aux-coef."""
+    signal_rewards: tuple[str, ...] = ()
+    """Also the shares of these numbers that the reward function returns beside the score, which is their sum, or of
+    NAME=FACTOR; what they leave of the score is `rest`. Of responses whose advantage is not 0. Needs --log.signal."""
 
     def __post_init__(self):
-        check_at_least(0, {"--log.rollouts-every": self.rollouts_every})
+        check_at_least(0, {"--log.rollouts-every": self.rollouts_every, "--log.signal": self.signal})
         check_at_least(1, {"--log.rollouts-max": self.rollouts_max})
+        for part in self.signal_rewards:
+            name, equals, factor = part.partition("=")
+            if not name or (equals and not is_number(factor)) or name == "rest":
+                raise ValueError(f"--log.signal-rewards {part}: must be NAME or NAME=FACTOR, and not rest")
         for package in self.to:
             if importlib.util.find_spec(package) is None:
                 raise ValueError(f"--log.to {package} needs the package {package}: pip install {package}")
@@ -76,3 +88,10 @@ class LogConfig:
 
             if not wandb.login(prompt=False):
                 raise ValueError("--log.to wandb finds no account: set WANDB_API_KEY, or WANDB_MODE=offline")
+
+
+def is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False

@@ -70,6 +70,9 @@ class MemoryPlan:
             check_balanced(self.policy.largest, policy.router_aux_coef)
         if policy.router_float32 and not use_float32_routers(self.policy.largest):
             raise ValueError(f"--policy.router-float32: a {hf_config.model_type} has no routers, leave it out")
+        self.policy_gradients = 1
+        if args.log.signal:                                 # the gradient so far, and that of one term
+            self.policy_gradients = 2
         self.trained = [self.policy]
         if critic:
             config = read_critic(critic, policy, hf_config)
@@ -149,7 +152,8 @@ class MemoryPlan:
         engine."""
         phases = []
         for model in self.trained:
-            phases.append({"gradients": model.gradient_bytes} | model.update(tokens, self.keys))
+            copies = self.policy_gradients if model is self.policy else 1
+            phases.append({"gradients": copies * model.gradient_bytes} | model.update(tokens, self.keys))
             if self.offload.optimizer:                                  # the optimizer step
                 step = dict(zip(IN_PASSES, Moment(model.step_bytes)))
                 phases.append({"gradients": model.trained_bytes, "moments": model.moment_bytes} | step)

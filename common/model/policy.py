@@ -38,6 +38,7 @@ class PackedModel(nn.Module):
         self.folder = ""  # or hub name, from which its weights were read
         self.version = 0  # grows with every change of the weights, so the engine knows when its own are stale
         self.noise_scale: Any = None  # common/tracking/noise_scale.py, of the policy in training
+        self.gradient_terms: Any = None  # common/tracking/gradient_terms.py, the same
         self.skipped_in_a_row = 0  # the latest optimizer steps whose gradient norm was not finite
         self.canary_gradients: list[Tensor] = []  # of this mini-batch, bool: an output has a gradient on a canary
 

@@ -6,6 +6,12 @@ from statistics import mean
 REPEATED_AFTER = 20
 """Steps before a warning of the same kind is given again."""
 
+TERMS = {
+    "kl": ("--kl-loss-coef", "the KL to the reference"),
+    "entropy": ("--entropy-coef", "the entropy bonus"),
+}
+"""Terms of the loss beside the rewards' -> the flag to lower, and what they are called."""
+
 
 class HealthCheck:
     """`look` at each step's metrics in turn."""
@@ -52,9 +58,13 @@ class HealthCheck:
              "engine and trainer differ by {:.3f} in the mean probability of a token, usual is under 0.01: stale "
              "weights if it jumped from one step to the next, else precision; correct for it (--correction.preset) or "
              "run both in float32 (--policy.compute-dtype float32)")
-        over("noise", "signal/noise_to_signal", 30.0,
-             "in the gradient of a mini-batch the noise is {:.0f} times the signal (squared): twice the prompts of a "
-             "mini-batch would halve it; raise --prompts-per-step, or lower --minibatches-per-step or --optim.lr")
+        if "critic/rewards/mean" in metrics:  # a supervised run that has converged is mostly noise
+            over("noise", "signal/noise_to_signal", 30.0,
+                 "in the gradient of a mini-batch the noise is {:.0f} times the signal (squared): twice the prompts of "
+                 "a mini-batch would halve it; raise --prompts-per-step, or lower --minibatches-per-step or --optim.lr")
+        for name, (flag, advice) in TERMS.items():
+            over(f"share of {name}", f"signal/share/{name}", 0.9,
+                 f"{{:.0%}} of the gradient is {advice}, so the rewards hardly move the policy: lower {flag}")
         failed = metrics.get("reward/error_frac", 0.0) + metrics.get("reward/timeout_frac", 0.0)
         if failed > 0:
             found["reward"] = (f"{failed:.1%} of the samples have no reward (errors and timeouts): the log has the "

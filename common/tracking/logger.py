@@ -19,7 +19,9 @@ from common.checkpoint.files import naming, sync
 from common.checkpoint.run_folder import check_holder
 from common.flags.record import LogConfig
 from common.flags.secrets import redacted
+from common.model.policy import PackedModel
 from common.parallel.ranks import World
+from common.tracking.gradient_terms import GradientTerms
 from common.tracking.health import HealthCheck
 from common.tracking.noise_scale import NoiseScale
 from common.tracking.now import Now
@@ -46,6 +48,7 @@ class Tracker:
         self.health = HealthCheck()
         self.now = Now(self.run_dir, world.is_main)
         self.noise = NoiseScale(state.get("noise", {}))
+        self.terms = GradientTerms(config)
         if not self.is_main:
             return
         flags = redacted(dataclasses.asdict(args))
@@ -76,6 +79,11 @@ class Tracker:
         if "trackio" in config.to:
             self.trackio = self._start_trackio(config.wandb_project, flags)
             self.trackio_id = self.trackio.id
+
+    def watch(self, policy: PackedModel, optimizer: Any) -> None:
+        """Measure the gradient of each update of this model."""
+        self.noise.watch(policy, optimizer)
+        self.terms.watch(policy)
 
     def log(self, step: int, metrics: dict[str, float], line: str) -> None:
         """`line` is the step's line on the console. Raises ValueError if another run has taken the folder."""

@@ -35,6 +35,11 @@ class Phase:
         self.all_minibatches = minibatches
         self.num_microbatches = sum(len(minibatch) for minibatch in minibatches)
         self.check_every = math.ceil(self.num_microbatches / MAX_CHECKS)
+        self.terms: Any = None  # common/tracking/gradient_terms.py, of the policy's updates
+        if name == "update_actor" and run.policy.gradient_terms is not None:
+            self.terms = run.policy.gradient_terms
+            self.terms.begin(run.step)
+            self._count_left_out()
         self.outputs: list[tuple[Batch, Tensor]] = []  # what the model returned for the micro-batches of this update
         self.num_done = 0
         self.is_update = True
@@ -69,6 +74,21 @@ class Phase:
         if self.num_done % self.check_every == 0:
             self.run.checkpoints.check()  # a stop signal takes effect here, unless an optimizer step would be lost
 
+    def _count_left_out(self) -> None:
+        """Responses that are left out of the mini-batches have no gradient, and count."""
+        per = self.run.world.size  # all ranks know all of them
+        for minibatch in self.all_minibatches:
+            self.run.meter.total("_signal/tokens_all", float(minibatch.left_out_lengths.sum()), per)
+            self.run.meter.total("_signal/sequences_all", float(minibatch.num_left_out), per)
+
+    def term(self, name: str, values: Tensor) -> Tensor:
+        """A term of the loss, of any shape, as it is added: `loss = loss + update.term("kl", coef * kl)`. Returns
+        `values`. With --log.signal the metrics tell its share of the gradient; what has no name is "other". Raises
+        ValueError in the update of another model than the policy."""
+        if self.name != "update_actor":
+            raise ValueError(f"{self.name}: update.term({name!r}) is for the phase update_actor")
+        return values if self.terms is None else self.terms.term(name, values)
+
     def done(self, microbatch: Batch, output: Tensor, entropy: Tensor | None = None,
              stats: dict[str, Tensor] | None = None) -> None:
         """After the backward pass of a micro-batch. `output` [T]: log-probs or values; the error for one that is not
@@ -77,6 +97,8 @@ class Phase:
         rollouts. Raises ValueError for a field of the micro-batch that has a gradient, and for one that this update
         has changed, if it has several passes."""
         self._check_fields(microbatch)
+        if self.terms is not None:
+            self.terms.after_backward(microbatch, self.run.meter)
         self.outputs.append((microbatch, output.detach()))
         mask = microbatch.measured
         found = {name: values.detach() for name, values in (stats or {}).items()}
@@ -122,6 +144,8 @@ class Phase:
                                f"backward pass")
         run = self.run
         run.before_update(model)
+        if self.terms is not None:
+            run.metrics |= self.terms.close()
         lr = learning_rate(config, step - first_step, run.total_steps - first_step)
         run.metrics[f"{self.model}/lr"] = lr
         grad_norm = optimizer_step(model, optimizer, lr, config)

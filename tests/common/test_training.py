@@ -64,7 +64,8 @@ def update_of(minibatches, name="update_actor") -> Phase:
     run = SimpleNamespace(
         args=SimpleNamespace(policy=ModelConfig()),
         meter=Meter(), metrics={}, total_steps=1, world=SimpleNamespace(size=1), before_update=lambda model: None,
-        policy=SimpleNamespace(router_changed=None, reported={}, mixture=None), checkpoints=Looks())
+        policy=SimpleNamespace(router_changed=None, reported={}, mixture=None, gradient_terms=None),
+        checkpoints=Looks())
     run.checkpoints.events = []
     phase = Phase(run, name, minibatches)
     phase.advance = lambda: None

@@ -21,6 +21,7 @@ from transformers import (
 import ppo
 import sft
 from common.engine.base import RolloutConfig
+from common.flags.record import LogConfig
 from common.forward import states
 from common.forward.states import separate_states
 from common.memory import plan as memory_plan
@@ -324,3 +325,11 @@ def test_supervised_training_is_planned_without_an_engine(llama, gpu):
     gpu(3)
     with pytest.raises(ValueError, match=r"96 tokens, needs 4\.\d GiB, .* dpo\.py: --data\.max-length"):
         plan.choose_budget(0, CUDA)
+
+
+def test_a_measured_update_has_a_second_gradient_of_the_policy():
+    """That of one term, beside the gradient so far (--log.signal)."""
+    config = LlamaConfig(**SIZES, num_hidden_layers=2)
+    plain, measured = (plan_of(config, log=LogConfig(signal=signal)).update(64)["gradients"]
+                       for signal in (0, 5))
+    assert measured == pytest.approx(2 * plain) and plain > 0

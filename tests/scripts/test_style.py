@@ -331,7 +331,7 @@ def test_few_lines_differ_from_grpo(script):
 SHARED_STATEMENTS = [
     "P, G =", "num_updates =", "temperature =", "with Run(", "policy, optimizer =", "for step in",
     "run.metrics |= engine.wake", "run.metrics |= engine.sleep", "microbatch.old_logp =", "microbatch.ref_logp =",
-    "logp, entropy =", "old_logp =", "loss = loss * importance_weights", "run.meter.total('actor/pg_loss'",
+    "logp, entropy =", "old_logp =", "loss = update.term('policy'", "run.meter.total('actor/pg_loss'",
     "if args.entropy_coef:", "(run.world.size *", "update.done(microbatch, logp", "metrics = ",
 ]
 

@@ -638,6 +638,11 @@ def test_rollouts_open_where_tokens_are_coloured_and_flags_keep_their_words(brow
         browser.open(run / "report.html", "#tab=flags")
         heights = browser.evaluate("[...document.querySelectorAll('#flags td')].map(cell => cell.offsetHeight)")
         assert len(heights) > 6 and max(heights) < 40                           # one line each
+        open_rollouts(browser, run / "report.html")
+        right = browser.evaluate("[...document.querySelectorAll('#rows .row:not(.group) > *')]"
+                                 ".map(cell => cell.getBoundingClientRect().right)")
+        assert 0 < max(right) <= 390                                            # a response's text is in sight, too
+        assert browser.evaluate("document.querySelector('#rows .row .text').offsetWidth") > 80
     finally:
         browser.call("Emulation.setDeviceMetricsOverride", width=1500, height=1000, deviceScaleFactor=1, mobile=False)
 

@@ -67,6 +67,14 @@ def test_two_steps_by_hand():
 
 def test_much_noise_is_said():
     check = HealthCheck()
-    assert check.look(1, {"signal/noise_to_signal": 29.0}) == []
-    (line,) = check.look(2, {"signal/noise_to_signal": 61.2})
+    assert check.look(1, {"signal/noise_to_signal": 29.0, "critic/rewards/mean": 0.5}) == []
+    assert check.look(1, {"signal/noise_to_signal": 61.2, "train/loss": 0.5}) == []     # supervised, at its end
+    (line,) = check.look(2, {"signal/noise_to_signal": 61.2, "critic/rewards/mean": 0.5})
     assert "the noise is 61 times the signal" in line and "--prompts-per-step" in line
+
+
+def test_a_gradient_that_is_mostly_the_kl_is_said():
+    check = HealthCheck()
+    assert check.look(1, {"signal/share/kl": 0.89, "signal/share/policy": 0.99}) == []
+    (line,) = check.look(2, {"signal/share/kl": 0.93})
+    assert "93% of the gradient is the KL to the reference" in line and "--kl-loss-coef" in line

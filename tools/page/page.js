@@ -29,6 +29,11 @@ const CHARTS = [                                        // title, metrics of one
   ["Groups whose rewards are all equal, share", /^reward\/constant_group_frac$/],
   ["Rows of the data by pool, share", /^curriculum\/\w+_frac$/, /^curriculum\/learning_frac$/],
   ["Gradient norm", /^(actor|critic)\/grad_norm$/],
+  ["Noise of the gradient over its signal, squared", /^signal\/noise_to_signal$/],
+  ["Gradient by term of the loss, share", /^signal\/share\/(?!.*_cosine$)/],
+  ["Gradient by part of the reward, share", /^signal\/reward_share\/(?!.*_cosine$)/],
+  ["Tokens and sequences with a gradient, share", /^signal\/(tokens|sequences)_frac$/],
+  ["Effective tokens and sequences, share", /^signal\/effective_(tokens|sequences)_frac$/],
   ["Seconds by phase", /^timing_s\//, /^timing_s\/step$/],
   ["KL to the reference, nats", /^actor\/(kl_loss|reward_kl_penalty)$/],
   ["Truncated responses, lost rewards, share", /^(reward\/(error|timeout)_frac|rollout\/truncated_frac)$/],
@@ -44,6 +49,7 @@ const CHARTS = [                                        // title, metrics of one
 const HEALTHY_UNDER = {                                 // as the table of metrics in the documentation has it
   "reward/constant_group_frac": 0.7, "actor/ppo_kl": 0.05, "actor/pg_clipfrac": 0.2,
   "training/rollout_probs_diff_mean": 0.01, "sync/probe_prob_diff": 0.01, "rollout_corr/k3_kl": 0.01,
+  "signal/noise_to_signal": 30,
 };
 const PAINTS = {                                        // what tokens can be coloured by: value, middle (null: from 0)
   "advantage as used": [(x, t) => x.trained?.[t] ? at_(x.token_advantage, t) : null, 0],
@@ -229,6 +235,9 @@ function chartOf(title, shown, width) {
     points: {show: raw.filter(isNumber).length <= 12, size: 6, fill: colour}}));
   const raw = curves.map(curve => ({...curve, stroke: curve.stroke + (several ? "22" : "55"), width: 1, points: {show: false}}));
   if (smoothing) curves.forEach(curve => { curve.width = 2; });
+  const shownRuns = new Set(series.map(({colour}) => colour)), under = [...shownRuns].reverse();
+  if (several && under.length <= 4)                     // equal curves lie over each other: the lower ones are wider
+    curves.forEach(curve => { curve.width += under.indexOf(curve.stroke); });
   const plot = new uPlot({
     width, height: 200, legend: {show: false}, cursor: {sync: {key: "x"}, drag: {x: true, y: false}}, padding: [8, 24, 0, 0],
     scales: {x: {time: false}, y: {range: (_, low, high) => low < high ? uPlot.rangeNum(low, high, 0.1, true)
