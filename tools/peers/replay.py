@@ -9,7 +9,7 @@ import os
 import runpy
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,6 +48,7 @@ class Update:
     weight: Tensor | None  # factor of each token in the loss
     kl: Tensor | None  # None: the script computes none by losses.kl_estimate
     loss: float = 0.0
+    has_old_logp: bool = True  # False: the policy's own log-probs stand for the old ones
 
 
 @dataclass
@@ -243,6 +244,8 @@ class Stage:
         if any(value is not None for value in others.values()):
             raise Refused(f"it asks the policy for {', '.join(others)}, and a recorded batch has log-probs and "
                           f"entropies alone")
+        if model.keeps_sum_p2:
+            raise Refused("it needs the sum of squared probabilities, and a recorded batch has none")
         recorded = self.recorded
         name = getattr(model, "recorded_name", "policy")
         if name not in ("policy", "reference"):
@@ -291,6 +294,7 @@ class Stage:
             torch.tensor(responses)[order], self.noted[0]["pass"], mask, whole.get("advantage", zeros),
             whole.get("logp_grad", zeros), whole.get("entropy_grad", zeros), whole.get("token_loss"),
             whole.get("weight"), whole.get("kl"), total,
+            self.noted[0]["batch"].old_logp is not None,
         ))
         self.watch.losses, self.noted = [], []
 
@@ -299,13 +303,11 @@ class Stage:
         self.watch.__exit__(None, None, None)
         if not self.updates:
             raise Refused("it made no optimizer step")
-        from common.flags.secrets import flags_of
-
         samples = sorted(rollout.samples, key=lambda sample: sample.index)
         means = {name: values[-1] if values and len(values[-1]) == len(rewards) else None
                  for name, values in self.means.items()}
         numbers = Numbers(torch.tensor([sample.prompt.tokens[0] - FIRST for sample in samples]), rewards.double(),
-                          means["group_mean"], means["group_std"], self.updates, flags_of(run.args))
+                          means["group_mean"], means["group_std"], self.updates, asdict(run.args))
         torch.save(numbers, self.out)
         os._exit(0)
 
