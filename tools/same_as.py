@@ -9,12 +9,13 @@ sets one of the peer's own, for what a fork does without a flag. The first numbe
 code is 1. `tools/setup.sh peers` installs both.
 """
 
+import importlib.util
 import sys
 from pathlib import Path
 
 from tools.flags import ROOT, exit_with_error
 from tools.terminal import visible
-from tools.twin import flags_in, merged
+from tools.twin import flags_in
 
 PEERS = {"verl": "verl", "trl": "TRL"}
 OWN = {"--model": "models are not run", "--train-data": "responses are those of the batch",
@@ -28,6 +29,14 @@ def folder_of(peer: str) -> Path:
     return ROOT / f".venv-{peer}/lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
 
 
+def is_installed(peer: str) -> bool:
+    """Its folder is searched from now on, after all others."""
+    folder = str(folder_of(peer))
+    if folder not in sys.path:
+        sys.path.append(folder)
+    return importlib.util.find_spec(peer) is not None
+
+
 def main(arguments: list[str]) -> int:
     if arguments[:1] in (["-h"], ["--help"]):
         print(__doc__)
@@ -36,7 +45,7 @@ def main(arguments: list[str]) -> int:
     if peer not in PEERS or not Path(script).is_file():
         raise ValueError(f"{' '.join(arguments[:2]) or 'nothing given'}: name verl or trl, and a script, such as "
                          f"python -m tools.same_as verl grpo.py")
-    if not (folder_of(peer) / peer).is_dir():
+    if not is_installed(peer):
         raise ValueError(f"{PEERS[peer]} is not installed in {folder_of(peer)}: run tools/setup.sh peers")
     words = [word for word in arguments[2:] if is_setting(word)]
     flags = flags_in([word for word in arguments[2:] if not is_setting(word)])

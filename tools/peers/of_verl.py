@@ -14,7 +14,6 @@ from verl.trainer.config import AlgoConfig
 from verl.trainer.config.algorithm import RolloutCorrectionConfig
 from verl.trainer.ppo.ray_trainer import apply_kl_penalty, compute_advantage
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
-from verl.utils import as_torch_index, group_mean_std
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import ActorConfig, PolicyLossConfig
 
@@ -40,9 +39,9 @@ def numbers(keys: dict[str, str], recorded: Recorded, script: Numbers, own_rewar
         rewards = scores.clone()
     group_mean = group_std = None
     if estimator not in NO_GROUPS:
-        index = as_torch_index(batch.non_tensor_batch["uid"], device=scores.device)
-        mean, std, _ = group_mean_std(rewards, index, eps=0.0, device=scores.device)
-        group_mean, group_std = mean[index], std[index]
+        groups = [rewards[recorded.group[chosen] == g] for g in recorded.group[chosen]]
+        group_mean = torch.stack([torch.mean(group) for group in groups])       # as its estimators compute them
+        group_std = torch.stack([torch.std(group) for group in groups])
     config = AlgoConfig(
         adv_estimator=estimator, gamma=settings.number("algorithm.gamma", 1.0),
         norm_adv_by_std_in_grpo=settings.is_on("algorithm.norm_adv_by_std_in_grpo", True),
@@ -177,7 +176,7 @@ def update_of(settings: Settings, recorded: Recorded, update: Update, batch: Any
     zeros = torch.zeros_like(logp)
     return Update(chosen, update.number_of_pass, response_mask.bool(), advantages[chosen],
                   zeros if logp.grad is None else logp.grad, zeros if entropy.grad is None else entropy.grad,
-                  token_loss, weight, kl, float(loss))
+                  token_loss, weight, kl, float(loss.detach()))
 
 
 def shifted(values: Tensor) -> Tensor:

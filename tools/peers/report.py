@@ -4,7 +4,6 @@ import contextlib
 import importlib
 import io
 import os
-import sys
 import warnings
 from pathlib import Path
 
@@ -82,9 +81,7 @@ def compared_numbers(peer: str, script: str, arguments: list[str], words: dict[s
 def peer_numbers(peer: str, keys: dict[str, str], batch: Recorded, found: Numbers, own_rewards: bool) -> Numbers:
     import torch
 
-    folder = str(same_as.folder_of(peer))
-    if folder not in sys.path:
-        sys.path.append(folder)
+    same_as.is_installed(peer)
     before = torch.get_default_dtype()
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):      # what their imports say
         warnings.simplefilter("ignore")

@@ -4,7 +4,6 @@ round. Only what the numbers of a step depend on."""
 from typing import Any
 
 from common.flags.correction import CorrectionConfig, resolve_correction
-from tools.from_trl import LEARNING_RATE as LEARNING_RATE
 from tools.from_verl import ACTOR, CORRECTION, NUMBERS
 from tools.verl_keys import BASELINES, KL
 from tools.verl_keys import LOSSES as VERL_LOSSES
@@ -162,5 +161,60 @@ def set_correction(objective: Objective, keys: dict[str, str], mode: str) -> Non
         keys |= {f"{CORRECTION}.rollout_rs": ",".join(names), f"{CORRECTION}.rollout_rs_threshold": ",".join(thresholds)}
 
 
+# --------------------------------------------------------------------------- TRL
+
+TRL_LOSSES = {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "seq-mean-token-sum-norm": "dr_grpo",
+              "seq-mean-token-sum": "luspo"}
+"""Aggregation -> TRL's loss_type of it, for clipped losses."""
+NO_DELTA = 1e4  # from which on a dual clip is none
+
+
 def trl_settings(objective: Objective) -> dict[str, str]:
-    raise ValueError("not yet")
+    """Options of GRPOConfig. Raises ValueError for what TRL has no option for."""
+    flags, loss = objective.flags, objective.loss
+    if objective.baseline or "lam" in flags:
+        raise ValueError("TRL's GRPOTrainer is compared: it has no such baselines, and its RLOOTrainer clips the "
+                         "response's ratio (docs/from_trl.md)")
+    if objective.advantage != "group":
+        raise ValueError(f"TRL has no advantage {objective.advantage}")
+    if flags.get("kl_reward_coef"):
+        raise ValueError("TRL's GRPOTrainer has no KL in the rewards: --kl-reward-coef")
+    keys = {}
+    if loss in (*CLIPPED, "gspo"):
+        if objective.aggregation not in TRL_LOSSES:
+            raise ValueError(f"TRL has no aggregation {objective.aggregation}")
+        keys |= {"loss_type": TRL_LOSSES[objective.aggregation], "epsilon": f"{objective.clip_low}",
+                 "epsilon_high": f"{objective.clip_high}"}
+        keys["importance_sampling_level"] = "sequence" if loss == "gspo" else "token"
+        if objective.clip_dual is not None and objective.clip_dual < NO_DELTA:
+            keys["delta"] = f"{objective.clip_dual}"
+    elif loss == "cispo" and objective.aggregation == "token-mean" and objective.clip_low >= 1:
+        keys |= {"loss_type": "cispo", "epsilon_high": f"{1 + objective.clip_high}"}
+    elif loss == "sapo" and objective.aggregation == "seq-mean-token-mean":
+        keys |= {"loss_type": "sapo", "sapo_temperature_pos": f"{objective.numbers['tau_pos']}",
+                 "sapo_temperature_neg": f"{objective.numbers['tau_neg']}"}
+    else:
+        raise ValueError(f"TRL has no loss {loss} with --aggregation {objective.aggregation} and these bounds")
+    keys["scale_rewards"] = "group" if objective.norm_by_std else "none"
+    if objective.kl_coef:
+        if objective.kl_estimator not in ("k3", "k3+"):
+            raise ValueError(f"TRL has the KL estimator k3 alone, not {objective.kl_estimator}")
+        keys |= {"beta": f"{objective.kl_coef}", "use_bias_correction_kl": f"{objective.kl_estimator == 'k3+'}"}
+    if objective.entropy_coef:
+        keys["entropy_coef"] = f"{objective.entropy_coef}"
+    set_trl_correction(objective, keys)
+    return keys | {"max_completion_length": f"{objective.max_length}"}
+
+
+def set_trl_correction(objective: Objective, keys: dict[str, str]) -> None:
+    correction = objective.correction
+    if correction.bypass or correction.reject or correction.batch_normalise or correction.weights == "geometric":
+        raise ValueError("TRL has weights of tokens and of responses: none of --correction.bypass, --correction.reject, "
+                         "--correction.batch-normalise and --correction.weights geometric")
+    if correction.weights == "none":
+        return
+    what = "mask" if correction.outside == "zero" else "truncate"
+    keys |= {"use_vllm": "True", "vllm_importance_sampling_mode": f"{correction.weights}_{what}",
+             "vllm_importance_sampling_clip_max": f"{correction.upper}"}
+    if correction.lower:
+        keys["vllm_importance_sampling_clip_min"] = f"{correction.lower}"
