@@ -68,6 +68,8 @@ def line_of_update(what: str, attribute: str, pair: tuple[Update, Update], name:
     ours, theirs = (getattr(update, attribute) for update in pair)
     if ours is None and theirs is None:
         return None
+    if attribute == "entropy_grad" and not ours.nan_to_num().any() and not theirs.nan_to_num().any():
+        return None
     if ours is None or theirs is None:
         who = "the script" if ours is None else name
         return Line(what, None, f"not compared: {who} has none that can be seen")

@@ -31,7 +31,7 @@ from tools.peers.watch import Watch
 from tools.try_script import DATA, TINY, make_tiny_model
 
 FIRST = 3  # the only prompt token of response 0: so responses are known wherever a script sends them
-FORBIDDEN = 4  # exit code of a script that cannot be compared
+BATCHES = 4  # longest responses in a micro-batch: so a mini-batch has several, and a mean over one of them shows
 
 
 @dataclass
@@ -105,7 +105,6 @@ def run_in_fork(script: str, flags: list[str], recorded: Recorded, out: Path, lo
     except Refused as refused:
         print(f"error: {refused}", file=sys.stderr)
     except BaseException as error:                                      # the last line is what the parent says
-        import traceback; traceback.print_exc(file=open("/tmp/sameas/tb","w"))
         print(f"error: {type(error).__name__}: {' '.join(str(error).split())[:300]}", file=sys.stderr)
     finally:
         sys.stdout.flush()
@@ -137,11 +136,22 @@ class Stage:
         self.passes = [0] * len(recorded)
         self.depth = 0
         self.has_begun = False  # the script has sampled
+        self.is_update = False  # the phase that began last
 
     def install(self) -> None:
         """Before the script is imported: names that it imports are then these."""
         stage = self
         estimate, load_frozen = losses.kl_estimate, Run.load_frozen
+        to_minibatches, begin = Run.to_minibatches, Phase.__init__
+        budget = BATCHES * (1 + int(self.recorded.lengths.max()))
+
+        def cut(run: Run, rollout: Rollout, in_loss: Tensor, num_minibatches: int, max_tokens: int, *args: Any,
+                **kwargs: Any) -> Any:
+            return to_minibatches(run, rollout, in_loss, num_minibatches, min(budget, max_tokens), *args, **kwargs)
+
+        def begin_phase(phase: Phase, run: Run, name: str, *args: Any, **kwargs: Any) -> None:
+            stage.is_update = name.startswith("update_")
+            begin(phase, run, name, *args, **kwargs)
 
         def sample(run: Run, rows: Any, num_samples: int, sampling: Any, *seed: Any) -> Any:
             return stage.sample(run, list(rows), num_samples)
@@ -193,6 +203,7 @@ class Stage:
             setattr(segments, name, noting(getattr(segments, name), self.means[name]))
         losses.kl_estimate = kl_estimate
         Run.sample, Run.collect, Run.finish, Run.load_frozen = sample, collect, end, frozen  # type: ignore[assignment]
+        Run.to_minibatches, Phase.__init__ = cut, begin_phase  # type: ignore[method-assign]
         Engine.wake, Engine.sleep = wake, sleep  # type: ignore[method-assign]
         Phase.optimizer_step = step  # type: ignore[assignment]
         for kind in (Policy, Critic):
@@ -250,14 +261,16 @@ class Stage:
         name = getattr(model, "recorded_name", "policy")
         if name not in ("policy", "reference"):
             raise Refused(f"it has a model {name!r}, and a recorded batch has a policy and a reference")
-        if name == "reference" or not torch.is_grad_enabled():
-            source = recorded.ref_logp if name == "reference" else recorded.old_logp
-            return unpadded(source, batch), unpadded(recorded.entropy, batch)
         numbers = numbers_of(batch)
         now = max((self.passes[i] for i in numbers), default=0)
+        current = recorded.logp[min(now, len(recorded.logp) - 1)]
+        if name == "reference" or not torch.is_grad_enabled():
+            of_policy = current if self.is_update else recorded.old_logp
+            source = recorded.ref_logp if name == "reference" else of_policy
+            return unpadded(source, batch), unpadded(recorded.entropy, batch)
         for i in numbers:
             self.passes[i] += 1
-        logp = unpadded(recorded.logp[min(now, len(recorded.logp) - 1)], batch).requires_grad_()
+        logp = unpadded(current, batch).requires_grad_()
         entropy = unpadded(recorded.entropy, batch).requires_grad_()
         self.noted.append({"batch": batch, "logp": logp, "entropy": entropy, "pass": now, "mask": batch.mask.clone()})
         self.watch.begin(tuple(logp.shape))

@@ -12,8 +12,9 @@ from variants.settings import LOSSES
 CLIPPED = ("ppo", "grpo", "dapo", "dr_grpo")  # losses of grpo_variants.py that are verl's `vanilla`
 ELSEWHERE = {"model", "train_data", "val_data", "run_dir", "total_steps", "total_epochs", "seed", "eval_every",
              "eval_n", "eval_prompts", "eval_temperature", "run_zero_advantage", "prompts_per_step",
-             "samples_per_prompt", "minibatches_per_step", "epochs_per_step", "max_tokens_per_gpu"}
+             "samples_per_prompt", "max_tokens_per_gpu"}
 """Flags that say nothing of a loss."""
+UPDATES = {"minibatches_per_step", "epochs_per_step"}
 BOTH = {"clip_low", "clip_high", "clip_dual", "norm_by_std", "kl_loss_coef", "kl_estimator", "entropy_coef",
         "aggregation", "loss", "loss_numbers", "advantage", "baseline", "kl_reward_coef", "kl_reward_estimator"}
 FROM_SCRIPT = {"overlong_buffer", "overlong_factor", "reward_coef"}
@@ -58,7 +59,7 @@ class Objective:
         found = []
         for name, value in self.flags.items():
             is_off = value in (None, False, 0, "", [], {})
-            if isinstance(value, dict) or is_off or name in ELSEWHERE | NO_LOSS | FROM_SCRIPT | known:
+            if isinstance(value, dict) or is_off or name in ELSEWHERE | UPDATES | NO_LOSS | FROM_SCRIPT | known:
                 continue
             if name not in COMMON:
                 found.append(f"--{name.replace('_', '-')} {value}")
