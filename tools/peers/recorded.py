@@ -49,9 +49,9 @@ class Recorded:
 
 
 def made_up(seed: int = 0) -> Recorded:
-    """A batch in which each part of a loss acts: ratios beyond the usual clip bounds and the dual clip on both sides
-    of 1, KLs of all sizes, responses of many lengths, and a group whose scores are equal. Numbers of an engine are in
-    float32, as engines report them."""
+    """A batch in which each part of a loss acts: ratios beyond the usual clip bounds on both sides of 1 and beyond the
+    dual clip, KLs of all sizes, responses of many lengths, a group whose scores are equal, and every other response
+    far from what the engine sampled. Numbers of an engine are in float32, as engines report them."""
     rng = torch.Generator().manual_seed(seed)
     count = PROMPTS * SAMPLES
     lengths = torch.randint(2, LONGEST + 1, (count,), generator=rng)
@@ -65,9 +65,12 @@ def made_up(seed: int = 0) -> Recorded:
     score = torch.rand(count, generator=rng, dtype=torch.float64).mul(8).round() / 8            # some are equal
     score[-SAMPLES:] = 0.5
     old_logp = torch.where(mask, -spread(1.5).abs() - 0.05, 0)
-    rollout_logp = torch.where(mask, (old_logp + spread(0.3)).clamp(max=-1e-3).float().double(), 0)
+    apart = torch.where(torch.arange(count) % 2 == 0, 0.03, 0.5).double()[:, None]      # of engine and trainer, in nats
+    rollout_logp = torch.where(mask, (old_logp + apart * spread(1.0)).clamp(max=-1e-3).float().double(), 0)
     logp = [(old_logp + spread(scale)).clamp(max=-1e-3).where(mask, 0) for scale in (0.4, 0.8)]
-    ref_logp = (old_logp + spread(0.7)).clamp(max=-1e-3).where(mask, 0)
+    # k3 stays below 10, where this project's and verl's is bounded and TRL's is not
+    least = torch.stack(logp).amin(0)
+    ref_logp = torch.minimum(old_logp + spread(0.7), least + 2.3).clamp(max=-1e-3).where(mask, 0)
     entropy = spread(1.0).abs()
     greedy = torch.rand(PROMPTS, generator=rng, dtype=torch.float64)
     return Recorded(f"made up: {count} responses in {PROMPTS} groups", group, score, lengths, mask, rollout_logp,

@@ -72,6 +72,9 @@ def compared_numbers(peer: str, script: str, arguments: list[str], words: dict[s
     own_rewards = any(found.flags.get(name) not in (None, 0, 1) for name in FROM_SCRIPT)
     if own_rewards:
         notes.append("the script changes the scores: its rewards are what the peer gets")
+    if not any(update.logp_grad.nan_to_num().any() for update in found.updates):
+        raise ValueError(f"{script} cannot be compared: no token of this batch has a gradient (a group's scores are "
+                         f"equal, all responses were rejected, or the loss does not depend on log-probs)")
     in_updates = {int(i) for update in found.updates for i in update.responses}
     if len(in_updates) < len(batch):
         notes.append(f"{len(in_updates)} of {len(batch)} responses are in the script's mini-batches, and in the peer's")
