@@ -255,7 +255,7 @@ def test_the_watch_sees_losses_of_tokens_and_their_factors(form):
             "two sums": lambda: (token * weight).sum() + 2 * (logp * weight).sum(),
         }[form]()
         loss.backward()
-    (number, found, factor), = watch.losses
+    (number, found, factor), = watch.end()
     assert number == loss.detach()
     if form == "two sums":
         assert found is None and factor is None

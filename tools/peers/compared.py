@@ -74,7 +74,10 @@ def line_of_update(what: str, attribute: str, pair: tuple[Update, Update], name:
         who = "the script" if ours is None else name
         return Line(what, None, f"not compared: {who} has none that can be seen")
     if attribute == "loss":
-        return line_of(what, torch.tensor([ours]), torch.tensor([theirs]), [f"{where}mini-batch"], name)
+        terms = 0.0                                                     # which may cancel in the sum
+        if pair[0].token_loss is not None:
+            terms = float((pair[0].token_loss * pair[0].weight).nan_to_num().abs().sum())
+        return line_of(what, torch.tensor([ours]), torch.tensor([theirs]), [f"{where}mini-batch"], name, terms)
     used = pair[0].mask | pair[1].mask
     if attribute == "mask":
         used = torch.ones_like(used)
@@ -82,12 +85,13 @@ def line_of_update(what: str, attribute: str, pair: tuple[Update, Update], name:
     return line_of(what, ours[used], theirs[used], places, name)
 
 
-def line_of(what: str, ours: Tensor, theirs: Tensor, places: list[str], name: str) -> Line:
+def line_of(what: str, ours: Tensor, theirs: Tensor, places: list[str], name: str, least_scale: float = 0.0) -> Line:
+    """`least_scale`: of what a difference is relative to, if the numbers are smaller."""
     one, two = ours.double().nan_to_num(), theirs.double().nan_to_num()
     size = torch.maximum(one.abs(), two.abs())
     scale = size.clamp(min=1.0)
     if what in ("denominators", "gradient on log-probs", "gradient on entropies", "loss"):
-        scale = size.max().clamp(min=1e-300)                            # all of them shrink with the batch
+        scale = size.max().clamp(min=max(least_scale, 1e-300))          # all of them shrink with the batch
     apart = (one - two).abs() / scale
     largest = float(apart.max()) if len(apart) else 0.0
     if largest <= EQUAL:

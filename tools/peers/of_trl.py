@@ -123,7 +123,7 @@ def update_of(trainer: GRPOTrainer, inputs: dict[str, Any], recorded: Recorded, 
             loss_of(entropy.detach()).backward()
         trainer.beta = before
         logp.grad = None
-        return watch.losses[0][1:]
+        return watch.end()[0][1:]
 
     token_loss, weight = watched(trainer.beta)
     kl = None

@@ -278,7 +278,7 @@ class Stage:
 
     def end_minibatch(self) -> None:
         """At an optimizer step: the numbers of its micro-batches become one `Update`."""
-        found = self.watch.losses
+        found = self.watch.end()
         if len(found) != len(self.noted):
             raise Refused(f"it calls backward on {len(found)} numbers for {len(self.noted)} passes of the policy before "
                           f"an optimizer step: compared is one loss for each pass, by `loss.backward()`")
@@ -309,7 +309,7 @@ class Stage:
             whole.get("weight"), whole.get("kl"), total,
             self.noted[0]["batch"].old_logp is not None,
         ))
-        self.watch.losses, self.noted = [], []
+        self.noted = []
 
     def end(self, run: Run, rollout: Rollout, rewards: Tensor) -> None:
         """At run.finish: writes the numbers and ends the process."""

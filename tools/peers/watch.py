@@ -16,7 +16,8 @@ SCALED = {"mul", "rmul", "imul", "div", "truediv", "where", "masked_fill", "geti
 
 
 class Watch(TorchFunctionMode):
-    """Remembers how each tensor with a gradient was made, from `begin` until `backward` is called on a number."""
+    """Remembers how each tensor with a gradient was made, and each number that `backward` is called on, from `begin` to
+    `end`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,6 +33,13 @@ class Watch(TorchFunctionMode):
         self.shape = shape
         self.made = {}
 
+    def end(self) -> list[tuple[Tensor, Tensor | None, Tensor | None]]:
+        """The losses since the last `end`."""
+        found, self.losses = self.losses, []
+        self.is_on = False
+        self.made = {}
+        return found
+
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "").strip("_")
@@ -40,7 +48,6 @@ class Watch(TorchFunctionMode):
         if not self.is_on:
             return func(*args, **kwargs)
         if name == "backward":
-            self.is_on = False
             self.losses.append((args[0].detach(), *token_losses(self, args[0])))
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
