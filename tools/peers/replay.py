@@ -5,6 +5,7 @@ sampled, scored or run through a model, the log-probs, entropies and scores are 
 change nothing. So the advantages, the loss and its denominators are computed by the script's own functions.
 """
 
+import json
 import os
 import runpy
 import sys
@@ -14,6 +15,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
@@ -28,8 +31,9 @@ from common.tracking.phase import Phase
 from envs.runtime.response import Response
 from tools.peers.recorded import Recorded
 from tools.peers.watch import Watch
-from tools.try_script import DATA, TINY, make_tiny_model
+from tools.try_script import TINY, make_tiny_model
 
+MODEL, DATA = "model", "prompts.parquet"
 FIRST = 3  # the only prompt token of response 0: so responses are known wherever a script sends them
 BATCHES = 4  # longest responses in a micro-batch: so a mini-batch has several, and a mean over one of them shows
 
@@ -94,8 +98,7 @@ def run_in_fork(script: str, flags: list[str], recorded: Recorded, out: Path, lo
         with open(log, "w") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
-        if not (TINY / "config.json").is_file():
-            make_tiny_model()
+        write_inputs(recorded, out.parent)
         sys.argv[:] = [script, *own_arguments(recorded, out.parent), *flags]
         Stage(recorded, out).install()
         runpy.run_path(script, run_name="__main__")
@@ -112,10 +115,25 @@ def run_in_fork(script: str, flags: list[str], recorded: Recorded, out: Path, lo
         os._exit(code)
 
 
+def write_inputs(recorded: Recorded, folder: Path) -> None:
+    """A model and data that a run can start with. The model takes sequences of any length, as none runs through it."""
+    if not (TINY / "config.json").is_file():
+        make_tiny_model()
+    (folder / MODEL).mkdir()
+    for file in TINY.iterdir():
+        (folder / MODEL / file.name).symlink_to(file)
+    config = json.loads((TINY / "config.json").read_text()) | {"max_position_embeddings": 2**24}
+    (folder / MODEL / "config.json").unlink()
+    (folder / MODEL / "config.json").write_text(json.dumps(config))
+    row = {"prompt": [{"role": "user", "content": "p"}], "data_source": "same_as", "reward_model": {"ground_truth": ""}}
+    pq.write_table(pa.Table.from_pylist([row] * recorded.num_groups), folder / DATA)
+
+
 def own_arguments(recorded: Recorded, folder: Path) -> list[str]:
     """What the script is started with, before the flags that are compared."""
     return [
-        "--model", str(TINY), "--train-data", str(DATA), "--run-dir", str(folder / "run"), "--total-steps", "1",
+        "--model", str(folder / MODEL), "--train-data", str(folder / DATA), "--run-dir", str(folder / "run"),
+        "--total-steps", "1",
         "--prompts-per-step", str(recorded.num_groups), "--samples-per-prompt", str(recorded.samples_per_prompt),
         "--data.max-prompt-length", "200", "--rollout.max-response-length", "512", "--rollout.engine", "hf", "--policy.compute-dtype", "float32",
         "--reward.function", f"{Path(__file__).parent.parent}/try_script.py:compute_score", "--reward.num-workers", "0",
