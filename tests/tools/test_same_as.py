@@ -1,5 +1,5 @@
-"""`tools.same_as` against real verl and TRL: equal where scripts are theirs, and five planted differences, each named at
-its first number. `tools/setup.sh peers` installs them."""
+"""`tools.same_as` against real verl and TRL: equal where scripts are theirs, and five planted differences, each named
+at its first number. `tools/setup.sh peers` installs them."""
 
 import json
 import re
@@ -7,16 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 
 from common.segments import group_mean
-from tests.conftest import ROOT
-from tests.tools.compare_worker import __file__ as WORKER
-from tools import from_trl, from_verl, same_as
+from tests.conftest import ROOT, STOPS, launch
+from tools import from_trl, from_verl, same_as, try_script
 from tools.peers.compared import IN_FLOAT32, compare, line_of
-from tools.peers.recorded import made_up
-from tools.peers.replay import Numbers, Update
+from tools.peers.numbers import Numbers, Update
+from tools.peers.recorded import made_up, read_run
 from tools.peers.settings import Objective, trl_settings, verl_settings
 from tools.peers.watch import Watch
 
@@ -139,8 +139,9 @@ def test_scripts_have_trls_numbers(tmp_path):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("peer,settings", [
-    pytest.param("verl", VERL | MORE_VERL, marks=NEEDS["verl"]), pytest.param("trl", TRL | MORE_TRL, marks=NEEDS["trl"]),
+@pytest.mark.parametrize(("peer", "settings"), [
+    pytest.param("verl", VERL | MORE_VERL, marks=NEEDS["verl"]),
+    pytest.param("trl", TRL | MORE_TRL, marks=NEEDS["trl"]),
 ])
 def test_scripts_have_the_numbers_of_peers_on_another_batch(peer, settings, tmp_path):
     check_equal(peer, settings, tmp_path, seed=1)
@@ -190,11 +191,36 @@ def test_a_setting_of_the_peer_replaces_the_one_that_follows_from_flags():
     assert "critic" in unknown["error"]
 
 
+@NEEDS["verl"]
+def test_the_recorded_batch_of_a_run(tiny_llama, small_train, tmp_path):
+    """A run's last step, with its own flags; and with a bound that is not the run's."""
+    flags = ["--model", tiny_llama, "--train-data", small_train, "--prompts-per-step", "4", "--samples-per-prompt", "4",
+             "--total-steps", "1", "--rollout.engine", "hf", "--policy.compute-dtype", "float32", "--optim.lr", "1e-2",
+             "--data.max-prompt-length", "200", "--rollout.max-response-length", "12", "--reward.num-workers", "1",
+             "--reward.function", f"{try_script.__file__}:compute_score", "--log.rollouts-every", "1",
+             "--save.hf", "never", "--save.resume", "none", "--minibatches-per-step", "2", "--clip-high", "0.25", *KL]
+    launch(ROOT / "grpo.py", *flags, *STOPS, "--run-dir", tmp_path / "run", warm=True)
+    command = [sys.executable, "-m", "tools.same_as", "verl", "grpo.py", "--run", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step_000001.parquet: 16 responses in 4 groups, ratios of 0." in done.stdout
+    assert "actor.clip_ratio_high=0.25" in done.stdout and "grpo.py has verl's numbers" in done.stdout
+    batch = read_run(tmp_path / "run")
+    rows = pq.read_table(tmp_path / "run/rollouts/step_000001.parquet").to_pylist()
+    row = next(row for row in rows if row["index"] == 5)
+    torch.testing.assert_close(batch.logp[0][5][batch.mask[5]].exp(), torch.tensor(row["old_logp"]).double().exp()
+                               * torch.tensor(row["ratio"]).double())
+    assert batch.score.tolist() == pytest.approx([row["score"] for row in rows])
+    with pytest.raises(ValueError, match=r"has no recorded responses of step 7: --log.rollouts-every"):
+        read_run(tmp_path / "run", 7)
+
+
 # --------------------------------------------------------------------------- without a peer
 
 def flags_of(**given) -> dict:
     return {"rollout": {"max_response_length": 512}, "correction": {}, "clip_low": 0.2, "clip_high": 0.28,
-            "clip_dual": 3.0, "norm_by_std": True, "kl_loss_coef": 0.0, "kl_estimator": "k3", "entropy_coef": 0.0} | given
+            "clip_dual": 3.0, "norm_by_std": True, "kl_loss_coef": 0.0, "kl_estimator": "k3", "entropy_coef": 0.0,
+            **given}
 
 
 VARIANTS = {"loss": "grpo", "loss_numbers": {}, "aggregation": None, "clip_low": None, "clip_high": None,
@@ -310,7 +336,7 @@ def test_the_first_update_that_differs_is_shown():
     assert "update 2, mini-batch: script 2, TRL 2.5" in lines["loss"] and lines["mask"] == "equal"
 
 
-@pytest.mark.parametrize("arguments,said", [
+@pytest.mark.parametrize(("arguments", "said"), [
     ([], "name verl or trl"), (["verl", "nothing.py"], "name verl or trl"),
     (["openrlhf", "grpo.py"], "name verl or trl"),
 ])
@@ -318,5 +344,3 @@ def test_mistyped_commands(arguments, said):
     with pytest.raises(ValueError, match=said):
         same_as.main(arguments)
 
-
-assert WORKER

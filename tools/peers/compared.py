@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tools.peers.replay import Numbers, Update
+from tools.peers.numbers import Numbers, Update
 
 EQUAL = 1e-12
 """Of two float64 numbers of the same formula, relative to the larger one or to 1: sums over a batch of a few thousand
@@ -104,5 +104,5 @@ def line_of(what: str, ours: Tensor, theirs: Tensor, places: list[str], name: st
         values = f"{bool(ours[first])}, {name} {bool(theirs[first])}"
     else:
         values = f"{float(one[first]):.10g}, {name} {float(two[first]):.10g}"
-    return Line(what, largest, f"DIFFERS in {count} of {len(apart)}, by up to {largest:.2g} (relative); first {places[first]}: "
-                               f"script {values}")
+    return Line(what, largest, f"DIFFERS in {count} of {len(apart)}, by up to {largest:.2g} (relative); first "
+                               f"{places[first]}: script {values}")

@@ -13,8 +13,8 @@ from trl import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.utils import nanstd
 
+from tools.peers.numbers import Numbers, Update
 from tools.peers.recorded import Recorded
-from tools.peers.replay import Numbers, Update
 from tools.peers.watch import Watch
 
 END = 2  # the last token of a response that was not truncated
@@ -76,9 +76,10 @@ def trainer_of(config: GRPOConfig, recorded: Recorded, chosen: Tensor, rewards: 
         setattr(trainer, name, getattr(config, name))
     high = config.epsilon if config.epsilon_high is None else config.epsilon_high
     vars(trainer).update({
-        "args": config, "epsilon_low": config.epsilon, "epsilon_high": high, "model": SimpleNamespace(training=True, is_gradient_checkpointing=False),
-        "ref_model": "reference", "accelerator": Accelerator(cpu=True), "environment_factories": None,
-        "environments": None, "tools": None, "_is_vlm": False, "_tokenizer": SimpleNamespace(pad_token_id=0),
+        "args": config, "epsilon_low": config.epsilon, "epsilon_high": high, "ref_model": "reference",
+        "model": SimpleNamespace(training=True, is_gradient_checkpointing=False),
+        "accelerator": Accelerator(cpu=True), "environment_factories": None, "environments": None, "tools": None,
+        "_is_vlm": False, "_tokenizer": SimpleNamespace(pad_token_id=0),
         "eos_token_ids": [END], "reward_weights": torch.ones(1, dtype=torch.float64), "reward_funcs": [None],
         "reward_func_names": ["reward"], "_metrics": {"train": defaultdict(list)}, "_logs": defaultdict(list),
         "_pending_extra_logs": {}, "_pending_metrics": {}, "log_multimodal": False, "aux_loss_enabled": False,

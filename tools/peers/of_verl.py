@@ -18,8 +18,8 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.config import ActorConfig, PolicyLossConfig
 
 from tools.from_verl import ACTOR, CORRECTION
+from tools.peers.numbers import Numbers, Update
 from tools.peers.recorded import Recorded
-from tools.peers.replay import Numbers, Update
 from tools.verl_settings import Settings
 
 PER_TOKEN = ("reinforce_plus_plus", "remax")  # estimators that keep a KL in the rewards on its token
@@ -67,7 +67,8 @@ def batch_of(settings: Settings, recorded: Recorded, script: Numbers, chosen: Te
     old_logp = recorded.old_logp[chosen].clone()
     for update in script.updates:                                       # of the only update: the policy is the old one
         if not update.has_old_logp and len(script.updates) == 1:
-            old_logp[torch.isin(chosen, update.responses)] = recorded.logp[0][chosen[torch.isin(chosen, update.responses)]]
+            is_updated = torch.isin(chosen, update.responses)
+            old_logp[is_updated] = recorded.logp[0][chosen[is_updated]]
     tensors = {
         "response_mask": mask.long(), "token_level_scores": token_scores, "token_level_rewards": token_scores.clone(),
         "old_log_probs": old_logp, "rollout_log_probs": recorded.rollout_logp[chosen],
@@ -137,7 +138,7 @@ def update_of(settings: Settings, recorded: Recorded, update: Update, batch: Any
         "attention_mask": torch.ones(count, 1 + longest, dtype=torch.long), "response_mask": response_mask,
         "old_log_probs": batch["old_log_probs"][rows], "advantages": advantages[chosen],
     }
-    if "rollout_is_weights" in batch.keys():
+    if batch.get("rollout_is_weights") is not None:
         fields["rollout_is_weights"] = batch["rollout_is_weights"][rows]
     if config.use_kl_loss:
         fields["ref_log_prob"] = batch["ref_log_prob"][rows]

@@ -7,13 +7,16 @@ import os
 import warnings
 from pathlib import Path
 
+import torch
+
 from tools import same_as
 from tools.compare import read_start
 from tools.flags import ROOT
 from tools.peers import recorded as batches
 from tools.peers.compared import Line, compare
+from tools.peers.numbers import Numbers
 from tools.peers.recorded import Recorded
-from tools.peers.replay import Numbers, replay
+from tools.peers.replay import replay
 from tools.peers.settings import BOTH, ELSEWHERE, FROM_SCRIPT, Objective, trl_settings, verl_settings
 from tools.terminal import visible
 from tools.twin import flags_in, merged
@@ -40,7 +43,7 @@ def run(peer: str, script: str, flags: dict[str, list[str]], words: dict[str, st
     found, theirs, notes, keys = compared_numbers(peer, script, arguments, words, batch)
     name = same_as.PEERS[peer]
     lines = compare(found, theirs, name)
-    print(f"batch   {batch.source}")
+    print(f"batch   {batch.source}, {ratios_of(found, batch)}")
     for note in [*batch.notes, *notes]:
         print(f"note    {visible(note)}")
     shown = " ".join(f"{key.removeprefix('actor_rollout_ref.')}={value}" for key, value in keys.items())
@@ -48,6 +51,17 @@ def run(peer: str, script: str, flags: dict[str, list[str]], words: dict[str, st
     print(*lines, sep="\n")
     print(f"\n{verdict(lines, script, name)}")
     return int(any(line.differs for line in lines))
+
+
+def ratios_of(found: Numbers, batch: Recorded) -> str:
+    """How far the updates are from the old policy: where no ratio is beyond a clip bound, none is compared."""
+    ratios = []
+    for update in found.updates:
+        logp = batch.logp[min(update.number_of_pass, len(batch.logp) - 1)]
+        old_logp = batch.old_logp if update.has_old_logp else logp
+        ratios.append((logp - old_logp)[update.responses][update.mask].exp())
+    every = torch.cat(ratios)
+    return f"ratios of {every.min():.3g} to {every.max():.3g}"
 
 
 def verdict(lines: list[Line], script: str, name: str) -> str:
@@ -82,8 +96,6 @@ def compared_numbers(peer: str, script: str, arguments: list[str], words: dict[s
 
 
 def peer_numbers(peer: str, keys: dict[str, str], batch: Recorded, found: Numbers, own_rewards: bool) -> Numbers:
-    import torch
-
     same_as.is_installed(peer)
     before = torch.get_default_dtype()
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):      # what their imports say

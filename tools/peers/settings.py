@@ -159,7 +159,8 @@ def set_correction(objective: Objective, keys: dict[str, str], mode: str) -> Non
         exact = f"{2.718281828459045 ** below!r}_{2.718281828459045 ** above!r}"
         thresholds.append(exact if kind == "k1" else f"{above}")
     if names:
-        keys |= {f"{CORRECTION}.rollout_rs": ",".join(names), f"{CORRECTION}.rollout_rs_threshold": ",".join(thresholds)}
+        keys |= {f"{CORRECTION}.rollout_rs": ",".join(names),
+                 f"{CORRECTION}.rollout_rs_threshold": ",".join(thresholds)}
 
 
 # --------------------------------------------------------------------------- TRL
@@ -210,8 +211,8 @@ def trl_settings(objective: Objective) -> dict[str, str]:
 def set_trl_correction(objective: Objective, keys: dict[str, str]) -> None:
     correction = objective.correction
     if correction.bypass or correction.reject or correction.batch_normalise or correction.weights == "geometric":
-        raise ValueError("TRL has weights of tokens and of responses: none of --correction.bypass, --correction.reject, "
-                         "--correction.batch-normalise and --correction.weights geometric")
+        raise ValueError("TRL has weights of tokens and of responses: none of --correction.bypass, "
+                         "--correction.reject, --correction.batch-normalise and --correction.weights geometric")
     if correction.weights == "none":
         return
     what = "mask" if correction.outside == "zero" else "truncate"

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-LINEAR = {"mul", "rmul", "imul", "div", "truediv", "itruediv", "sum", "mean", "neg", "getitem", "masked_select", "where",
-          "masked_fill", "nansum", "double", "to", "float", "reshape", "view", "flatten", "squeeze", "unsqueeze", "add",
-          "radd", "sub", "nan_to_num"}
+LINEAR = {"mul", "rmul", "imul", "div", "truediv", "itruediv", "sum", "mean", "neg", "getitem", "masked_select",
+          "where", "masked_fill", "nansum", "double", "to", "float", "reshape", "view", "flatten", "squeeze",
+          "unsqueeze", "add", "radd", "sub", "nan_to_num"}
 """Operations that keep a loss a weighted sum of its tokens' losses, if one of their inputs alone has a gradient."""
 SCALED = {"mul", "rmul", "imul", "div", "truediv", "where", "masked_fill", "getitem", "masked_select"}
 """Those that give each token its factor."""
