@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 
 from tools.flags import ROOT, exit_with_error
-from tools.terminal import visible
 from tools.twin import flags_in
 
 PEERS = {"verl": "verl", "trl": "TRL"}
@@ -68,4 +67,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
     except ValueError as error:
-        exit_with_error(visible(error))
+        exit_with_error(error)

@@ -34,14 +34,14 @@ EPS = ("+ 1e-6)", "+ 1e-4)")
 VERL = {
     "grpo": ("grpo.py", [*TWO, *KL, "--entropy-coef", "0.01", "--clip-high", "0.28", "--clip-dual", "2"]),
     "drgrpo": ("grpo_variants.py", [*TWO, LOSS, "dr_grpo"]),
-    "minibatches": ("grpo.py", ["--minibatches-per-step", "2", FLAT, *KL, "--kl-estimator", "k3+"]),
+    "several": ("grpo.py", ["--minibatches-per-step", "2", FLAT, *KL, "--kl-estimator", "k3+"]),
     "gspo": ("grpo_variants.py", [*TWO, LOSS, "gspo"]),
     "rloo": ("rloo.py", [*TWO, "--kl-reward-coef", "0.05"]),
     "reinforce++": ("rloo.py", [*TWO, BASELINE, "reinforce++", LOSS, "ppo", "--gamma", "0.9"]),
-    "sequence": ("grpo_variants.py", [*TWO, AGGREGATION, "seq-mean-token-sum", *KL, "--kl-estimator", "k2"]),
     "rejection": ("grpo.py", [*TWO, "--correction.preset", "decoupled-k3-rs-token-tis"]),
 }
 MORE_VERL = {
+    "sequence": ("grpo_variants.py", [*TWO, AGGREGATION, "seq-mean-token-sum", *KL, "--kl-estimator", "k2"]),
     "one update": ("grpo.py", ["--epochs-per-step", "1"]),
     "k1": ("grpo.py", [*TWO, *KL, "--kl-estimator", "k1"]),
     "abs": ("grpo.py", [*TWO, *KL, "--kl-estimator", "abs"]),
@@ -118,64 +118,31 @@ def compared(peer: str, cases: list[tuple[str, list[str]]], seed: int = 0) -> li
     return found
 
 
-def check_equal(peer: str, settings: dict[str, tuple[str, list[str]]], folder: Path, seed: int = 0) -> None:
-    eps = written(folder, "eps", EPS)
-    cases = [(eps if script == "eps" else script, flags) for script, flags in settings.values()]
-    for name, told in zip(settings, compared(peer, cases, seed)):
+def equal_cases(settings: dict[str, tuple[str, list[str]]], folder: Path) -> list[tuple[str, list[str]]]:
+    eps = written(folder, "own_eps", EPS)
+    return [(eps if script == "eps" else script, flags) for script, flags in settings.values()]
+
+
+def planted_cases(planted: dict, folder: Path, more: list[str]) -> list[tuple[str, list[str]]]:
+    return [(written(folder, name, change), [*TWO, *flags, *more]) for name, (change, flags, _) in planted.items()]
+
+
+def check_equal(settings: dict, found: list[dict]) -> None:
+    for name, told in zip(settings, found, strict=True):
         assert "error" not in told, (name, told)
         assert not first_difference(told), (name, told["lines"])
         names = {line[0] for line in told["lines"]}
         assert {"rewards", "mask", "advantages", "loss", "gradient on log-probs", "denominators"} <= names
 
 
-@NEEDS["verl"]
-def test_scripts_have_verls_numbers(tmp_path):
-    check_equal("verl", VERL, tmp_path)
-
-
-@NEEDS["trl"]
-def test_scripts_have_trls_numbers(tmp_path):
-    check_equal("trl", TRL, tmp_path)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize(("peer", "settings"), [
-    pytest.param("verl", VERL | MORE_VERL, marks=NEEDS["verl"]),
-    pytest.param("trl", TRL | MORE_TRL, marks=NEEDS["trl"]),
-])
-def test_scripts_have_the_numbers_of_peers_on_another_batch(peer, settings, tmp_path):
-    check_equal(peer, settings, tmp_path, seed=1)
-
-
-def check_planted(peer: str, planted: dict, folder: Path, more: list[str]) -> None:
-    cases = [(written(folder, name, change), [*TWO, *flags, *more]) for name, (change, flags, _) in planted.items()]
-    for (name, (*_, first)), told in zip(planted.items(), compared(peer, cases)):
+def check_planted(planted: dict, found: list[dict]) -> None:
+    for (name, (*_, first)), told in zip(planted.items(), found, strict=True):
         assert "error" not in told, (name, told)
         assert first_difference(told) == first, (name, told["lines"])
 
 
-@NEEDS["verl"]
-def test_planted_differences_are_named(tmp_path):
-    check_planted("verl", PLANTED, tmp_path, [])
-
-
-@NEEDS["trl"]
-def test_planted_differences_from_trl_are_named(tmp_path):
-    """Where the deviation does not count, as its 1e-4 would come first; that of `eps` is TRL's own."""
-    eps = PLANTED["eps"]
-    rest = {name: planted for name, planted in PLANTED.items() if name != "eps"}
-    check_planted("trl", rest, tmp_path, [FLAT])
-    told, = compared("trl", [("grpo.py", TWO)])
-    assert first_difference(told) == "advantages" and eps
-    text = next(text for name, _, text in told["lines"] if name == "advantages")
-    assert re.search(r"DIFFERS in \d+ of 116, .* first update 1, response 0, token 0: script 1\.0954\d+, trl 1\.0949",
-                     text), text
-
-
-@NEEDS["verl"]
-def test_careless_forks_stop_with_one_line(tmp_path):
-    cases = [(written(tmp_path, name, change), TWO) for name, (change, _) in CARELESS.items()]
-    for (name, (_, expected)), told in zip(CARELESS.items(), compared("verl", cases)):
+def check_careless(careless: dict, found: list[dict]) -> None:
+    for (name, (_, expected)), told in zip(careless.items(), found, strict=True):
         if "error" in told:
             assert re.match(rf"\S+{name.replace(' ', '_')}\.py cannot be compared: {expected}", told["error"]), told
             assert "\n" not in told["error"]
@@ -184,6 +151,53 @@ def test_careless_forks_stop_with_one_line(tmp_path):
 
 
 @NEEDS["verl"]
+def test_verls_numbers_and_planted_differences(tmp_path):
+    """In one process, which imports verl once."""
+    careless = {name: CARELESS[name] for name in ("two losses", "microbatch")}
+    cases = [*equal_cases(VERL, tmp_path), *planted_cases(PLANTED, tmp_path, []),
+             *((written(tmp_path, name, change), TWO) for name, (change, _) in careless.items())]
+    found = compared("verl", cases)
+    check_equal(VERL, found[: len(VERL)])
+    check_planted(PLANTED, found[len(VERL) : -len(careless)])
+    check_careless(careless, found[-len(careless) :])
+
+
+@NEEDS["trl"]
+def test_trls_numbers_and_its_own_eps(tmp_path):
+    *found, own = compared("trl", [*equal_cases(TRL, tmp_path), ("grpo.py", TWO)])
+    check_equal(TRL, found)
+    assert first_difference(own) == "advantages"                        # the deviation plus 1e-4, here plus 1e-6
+    text = next(text for name, _, text in own["lines"] if name == "advantages")
+    assert re.search(r"DIFFERS in \d+ of 116, .* first update 1, response 0, token 0: script 1\.0954\d+, trl 1\.0949",
+                     text), text
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("peer", "settings"), [
+    pytest.param("verl", VERL | MORE_VERL, marks=NEEDS["verl"]),
+    pytest.param("trl", TRL | MORE_TRL, marks=NEEDS["trl"]),
+])
+def test_the_numbers_of_peers_on_another_batch(peer, settings, tmp_path):
+    check_equal(settings, compared(peer, equal_cases(settings, tmp_path), seed=1))
+
+
+@pytest.mark.sweep
+@NEEDS["trl"]
+def test_planted_differences_from_trl(tmp_path):
+    """Where the deviation does not count, as its 1e-4 would come first."""
+    planted = {name: of_one for name, of_one in PLANTED.items() if name != "eps"}
+    check_planted(planted, compared("trl", planted_cases(planted, tmp_path, [FLAT])))
+
+
+@pytest.mark.sweep
+@NEEDS["verl"]
+def test_careless_forks_stop_with_one_line(tmp_path):
+    check_careless(CARELESS, compared("verl", [(written(tmp_path, name, change), TWO)
+                                               for name, (change, _) in CARELESS.items()]))
+
+
+@pytest.mark.sweep
+@NEEDS["verl"]
 def test_a_setting_of_the_peer_replaces_the_one_that_follows_from_flags():
     key = f"{from_verl.ACTOR}.clip_ratio_high=0.3"
     other, unknown = compared("verl", [("grpo.py", [*TWO, key]), ("ppo.py", TWO)])
@@ -191,6 +205,7 @@ def test_a_setting_of_the_peer_replaces_the_one_that_follows_from_flags():
     assert "critic" in unknown["error"]
 
 
+@pytest.mark.sweep
 @NEEDS["verl"]
 def test_the_recorded_batch_of_a_run(tiny_llama, small_train, tmp_path):
     """A run's last step, with its own flags; and with a bound that is not the run's."""

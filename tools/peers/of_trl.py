@@ -75,30 +75,30 @@ def trainer_of(config: GRPOConfig, recorded: Recorded, chosen: Tensor, rewards: 
     for name in same:
         setattr(trainer, name, getattr(config, name))
     high = config.epsilon if config.epsilon_high is None else config.epsilon_high
-    vars(trainer).update({
+    own: dict[str, Any] = {
         "args": config, "epsilon_low": config.epsilon, "epsilon_high": high, "ref_model": "reference",
         "model": SimpleNamespace(training=True, is_gradient_checkpointing=False),
         "accelerator": Accelerator(cpu=True), "environment_factories": None, "environments": None, "tools": None,
         "_is_vlm": False, "_tokenizer": SimpleNamespace(pad_token_id=0),
         "eos_token_ids": [END], "reward_weights": torch.ones(1, dtype=torch.float64), "reward_funcs": [None],
-        "reward_func_names": ["reward"], "_metrics": {"train": defaultdict(list)}, "_logs": defaultdict(list),
+        "reward_func_names": ["reward"], "_metrics": {"train": defaultdict(list)}, "_logs": defaultdict(list, rewards=defaultdict(list), extra=defaultdict(list)),
         "_pending_extra_logs": {}, "_pending_metrics": {}, "log_multimodal": False, "aux_loss_enabled": False,
         "_entropy_bonus_enabled": config.entropy_coef != 0.0, "current_gradient_accumulation_steps": 1,
-    })
-    trainer._logs["rewards"], trainer._logs["extra"] = defaultdict(list), defaultdict(list)  # type: ignore[assignment]
+    }
     lengths = recorded.lengths[chosen].tolist()
     tokens = [[END + 1] * (n - 1) + [END + 1 if cut else END] for n, cut in zip(lengths, recorded.truncated[chosen])]
-    own = [recorded.mask[i, :n].long().tolist() for i, n in zip(chosen, lengths)]
+    sampled_here = [recorded.mask[i, :n].long().tolist() for i, n in zip(chosen, lengths)]
     sampled = [recorded.rollout_logp[i, :n].tolist() for i, n in zip(chosen, lengths)] if config.use_vllm else None
-    tool_mask = None if all(map(all, own)) else own
+    tool_mask = None if all(map(all, sampled_here)) else sampled_here
     generated = ([[END + 1]] * len(lengths), tokens, tool_mask, [""] * len(lengths), sampled, {}, None, None)
 
     def logps(model: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, None, None]:
         return (recorded.ref_logp if model == "reference" else recorded.old_logp)[chosen], None, None
 
-    replaced = {"_generate": lambda prompts: generated, "_calculate_rewards": lambda *_: rewards[:, None].clone(),
-                "_get_per_token_logps_and_entropies": logps}
-    vars(trainer).update(replaced)
+    own |= {"_generate": lambda prompts: generated, "_calculate_rewards": lambda *_: rewards[:, None].clone(),
+            "_get_per_token_logps_and_entropies": logps}
+    for name, value in own.items():
+        setattr(trainer, name, value)
     return trainer
 
 
@@ -113,7 +113,7 @@ def update_of(trainer: GRPOTrainer, inputs: dict[str, Any], recorded: Recorded, 
     entropy = recorded.entropy[chosen, :width].clone().requires_grad_()
 
     def loss_of(of_entropy: Tensor) -> Tensor:
-        vars(trainer)["_get_per_token_logps_and_entropies"] = lambda *_, **__: (logp, of_entropy, None)
+        trainer._get_per_token_logps_and_entropies = lambda *_, **__: (logp, of_entropy, None)
         return trainer._compute_loss(trainer.model, part)
 
     def watched(beta: float) -> tuple[Tensor | None, Tensor | None]:
@@ -134,7 +134,12 @@ def update_of(trainer: GRPOTrainer, inputs: dict[str, Any], recorded: Recorded, 
         token_loss = token_loss - trainer.entropy_coef * entropy.detach()
     loss = loss_of(entropy)
     loss.backward()
-    wide = [None if x is None else torch.nn.functional.pad(x.double(), (0, longest - width)) for x in (
-        mask, part["advantages"][:, None] * mask, logp.grad, torch.zeros_like(logp) if entropy.grad is None else
-        entropy.grad, token_loss, weight, kl)]
-    return Update(chosen, update.number_of_pass, wide[0] > 0, *wide[1:], float(loss.detach()))
+
+    def wide(x: Tensor | None) -> Tensor | None:
+        return None if x is None else torch.nn.functional.pad(x.double(), (0, longest - width))
+
+    zeros = torch.zeros_like(logp)
+    advantage = part["advantages"][:, None] * mask
+    gradients = [zeros if x.grad is None else x.grad for x in (logp, entropy)]
+    is_used, *others = [wide(x) for x in (mask, advantage, *gradients, token_loss, weight, kl)]
+    return Update(chosen, update.number_of_pass, is_used > 0, *others, float(loss.detach()))  # type: ignore[operator,arg-type,call-arg]

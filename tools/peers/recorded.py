@@ -32,7 +32,6 @@ class Recorded:
     truncated: Tensor  # [S] bool
     greedy: Tensor  # [P] float64, the score of a greedy response to each prompt; for --baseline remax
     extras: list[dict[str, Any]] = field(default_factory=list)  # what the reward function returned beside each score
-    flags: dict[str, list[str]] = field(default_factory=dict)  # of the run it was read from
     notes: list[str] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -118,8 +117,8 @@ def read_run(run: Path, step: int = 0) -> Recorded:
     score = torch.tensor([float("nan") if row["score"] is None else row["score"] for row in rows], dtype=torch.float64)
     recorded = Recorded(
         f"{files[-1]}: {len(rows)} responses in {len(group.unique())} groups", group[order], score[order],
-        lengths[order], mask[order], *(padded[name][order] for name in ("rollout_logp", "old_logp", "ref_logp")),
-        [logp[order]], padded["entropy"][order],
+        lengths[order], mask[order], padded["rollout_logp"][order], padded["old_logp"][order],
+        padded["ref_logp"][order], [logp[order]], padded["entropy"][order],
         torch.tensor([row["finish_reason"] == "length" for row in rows])[order],
         torch.zeros(len(group.unique()), dtype=torch.float64),
         [json.loads(rows[i]["reward_parts"] or "{}") for i in order.tolist()],

@@ -109,14 +109,17 @@ class Stage:
 
         for name in self.means:
             setattr(segments, name, noting(getattr(segments, name), self.means[name]))
-        losses.kl_estimate = kl_estimate
-        Run.sample, Run.collect, Run.finish, Run.load_frozen = sample, collect, end, frozen  # type: ignore[assignment]
-        Run.to_minibatches, Phase.__init__ = cut, begin_phase  # type: ignore[method-assign]
-        Engine.wake, Engine.sleep = wake, sleep  # type: ignore[method-assign]
-        Phase.optimizer_step = step  # type: ignore[assignment]
-        for kind in (Policy, Critic):
-            kind.__call__ = call  # type: ignore[assignment]
-        Policy.hidden_states = Policy.count_choices = no_states  # type: ignore[assignment]
+        replaced: dict[Any, dict[str, Any]] = {
+            losses: {"kl_estimate": kl_estimate},
+            Run: {"sample": sample, "collect": collect, "finish": end, "load_frozen": frozen, "to_minibatches": cut},
+            Phase: {"__init__": begin_phase, "optimizer_step": step},
+            Engine: {"wake": wake, "sleep": sleep},
+            Policy: {"__call__": call, "hidden_states": no_states, "count_choices": no_states},
+            Critic: {"__call__": call},
+        }
+        for owner, functions in replaced.items():
+            for name, function in functions.items():
+                setattr(owner, name, function)
 
     def sample(self, run: Run, rows: list[int], num_samples: int) -> Any:
         """Stands for the engine: the recorded responses. `num_samples` 1 is the greedy response of --baseline remax."""
