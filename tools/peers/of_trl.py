@@ -17,6 +17,7 @@ from tools.peers.numbers import Numbers, Update
 from tools.peers.recorded import Recorded
 from tools.peers.watch import Watch
 
+LOGPS = "_get_per_token_logps_and_entropies"  # the method that runs a model
 END = 2  # the last token of a response that was not truncated
 
 
@@ -81,7 +82,8 @@ def trainer_of(config: GRPOConfig, recorded: Recorded, chosen: Tensor, rewards: 
         "accelerator": Accelerator(cpu=True), "environment_factories": None, "environments": None, "tools": None,
         "_is_vlm": False, "_tokenizer": SimpleNamespace(pad_token_id=0),
         "eos_token_ids": [END], "reward_weights": torch.ones(1, dtype=torch.float64), "reward_funcs": [None],
-        "reward_func_names": ["reward"], "_metrics": {"train": defaultdict(list)}, "_logs": defaultdict(list, rewards=defaultdict(list), extra=defaultdict(list)),
+        "reward_func_names": ["reward"], "_metrics": {"train": defaultdict(list)},
+        "_logs": defaultdict(list, rewards=defaultdict(list), extra=defaultdict(list)),
         "_pending_extra_logs": {}, "_pending_metrics": {}, "log_multimodal": False, "aux_loss_enabled": False,
         "_entropy_bonus_enabled": config.entropy_coef != 0.0, "current_gradient_accumulation_steps": 1,
     }
@@ -96,7 +98,7 @@ def trainer_of(config: GRPOConfig, recorded: Recorded, chosen: Tensor, rewards: 
         return (recorded.ref_logp if model == "reference" else recorded.old_logp)[chosen], None, None
 
     own |= {"_generate": lambda prompts: generated, "_calculate_rewards": lambda *_: rewards[:, None].clone(),
-            "_get_per_token_logps_and_entropies": logps}
+            LOGPS: logps}
     for name, value in own.items():
         setattr(trainer, name, value)
     return trainer
@@ -113,7 +115,7 @@ def update_of(trainer: GRPOTrainer, inputs: dict[str, Any], recorded: Recorded, 
     entropy = recorded.entropy[chosen, :width].clone().requires_grad_()
 
     def loss_of(of_entropy: Tensor) -> Tensor:
-        trainer._get_per_token_logps_and_entropies = lambda *_, **__: (logp, of_entropy, None)
+        setattr(trainer, LOGPS, lambda *_, **__: (logp, of_entropy, None))
         return trainer._compute_loss(trainer.model, part)
 
     def watched(beta: float) -> tuple[Tensor | None, Tensor | None]:
@@ -142,4 +144,4 @@ def update_of(trainer: GRPOTrainer, inputs: dict[str, Any], recorded: Recorded, 
     advantage = part["advantages"][:, None] * mask
     gradients = [zeros if x.grad is None else x.grad for x in (logp, entropy)]
     is_used, *others = [wide(x) for x in (mask, advantage, *gradients, token_loss, weight, kl)]
-    return Update(chosen, update.number_of_pass, is_used > 0, *others, float(loss.detach()))  # type: ignore[operator,arg-type,call-arg]
+    return Update(chosen, update.number_of_pass, is_used > 0, *others, float(loss.detach()))  # type: ignore[arg-type,call-arg]
