@@ -1,0 +1,73 @@
+"""Weights in a folder that trainers and servers see: safetensors, and the checksums of their tensors."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from common.engine.sync import Checksum, as_numbers
+
+SHARD_BYTES = 2 << 30
+"""Of a file: what the writer holds in the host's memory at a time."""
+CHECKSUMS = "checksums.json"
+
+
+class WeightFolder:
+    """A folder of folders, one a version, of which the last one that is complete is kept."""
+
+    def __init__(self, path: Path, run: str):
+        """`run`: a name that no other run has."""
+        self.path = path / run
+        self.run = run
+        self.version = -1
+
+    def write(self, tensors: Iterator[tuple[str, Tensor]], sent: dict[str, Checksum]) -> Path:
+        """Write the next version. `sent`: as for `Engine._load`. Returns its folder, which is complete."""
+        self.version += 1
+        folder = self.path / f"{self.version:06d}"
+        folder.mkdir(parents=True)
+        shard: dict[str, Tensor] = {}
+        place: dict[str, str] = {}
+        size = 0
+        for name, tensor in tensors:
+            copy = tensor.detach().to("cpu", copy=True).contiguous()
+            if shard and size + copy.nbytes > SHARD_BYTES:
+                place |= save_shard(folder, shard)
+                shard, size = {}, 0
+            shard[name] = copy
+            size += copy.nbytes
+        place |= save_shard(folder, shard)
+        index = {"metadata": {}, "weight_map": place}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        written = {"run": self.run, "version": self.version, "sums": as_numbers(sent)}
+        (folder / CHECKSUMS).write_text(json.dumps(written))
+        return folder
+
+    def remove_older(self) -> None:
+        """Remove all versions but the last one: all servers that are there have it."""
+        for folder in self.path.iterdir():
+            if folder.name != f"{self.version:06d}":
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def save_shard(folder: Path, shard: dict[str, Tensor]) -> dict[str, str]:
+    """Returns the file of each tensor."""
+    file = f"model-{len(list(folder.glob('*.safetensors'))) + 1:05d}.safetensors"
+    save_file(shard, folder / file, metadata={"format": "pt"})
+    return dict.fromkeys(shard, file)
+
+
+def read_checksums(folder: Path) -> tuple[str, int, dict[str, Checksum]]:
+    """The run, the version, and the checksum of each tensor that was written."""
+    written = json.loads((folder / CHECKSUMS).read_text())
+    sums = {}
+    for name, (total, numel) in written["sums"].items():
+        sums[name] = torch.tensor(total, dtype=torch.float64), numel
+    return written["run"], written["version"], sums
