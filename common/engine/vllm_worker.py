@@ -1,6 +1,6 @@
 """Inside the workers of `vllm serve`: a weight transfer engine of vLLM's own factory that reads a shared folder.
 
-    VLLM_SERVER_DEV_MODE=1 PYTHONPATH=<this repository> vllm serve MODEL --logprobs-mode processed_logprobs \\
+    VLLM_SERVER_DEV_MODE=1 PYTHONPATH=<this repository> vllm serve MODEL --logprobs-mode processed_logprobs --enable-scale-out \\
         --worker-extension-cls common.engine.vllm_worker.Extension \\
         --weight-transfer-config '{"backend": "folder"}'
 
@@ -8,6 +8,7 @@ It works on all devices, and compares the checksums that the trainer wrote besid
 worker then holds, as `common/engine/vllm.py` does in one process.
 """
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,10 +30,19 @@ from common.engine.vllm_changes import pack_on_cpu, quantize_on_load, start_on_c
 from common.engine.weight_folder import read_checksums
 
 BACKEND = "folder"
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers")
 
 
 class Extension:
-    """What --worker-extension-cls names: vLLM imports this module before it loads the model."""
+    """What --worker-extension-cls names: vLLM imports this module before it loads the model, and lets /collective_rpc
+    call what is here."""
+
+    model_runner: Any  # of vLLM's worker, whose base this becomes
+
+    def model_sizes(self) -> dict[str, int]:
+        """What tells one model from another: see `Needs.sizes`."""
+        config = self.model_runner.model_config.hf_text_config
+        return {name: getattr(config, name) for name in SIZES}
 
 
 @dataclass
@@ -105,5 +115,7 @@ def tensors_of(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, FolderEngine)
+PATCHES = contextlib.ExitStack()
+"""For as long as the server runs: its linear layers keep the weights that a sync writes."""
 if not torch.cuda.is_available():
-    start_on_cpu().__enter__()  # for as long as the server runs: its linear layers keep the weights that a sync writes
+    PATCHES.enter_context(start_on_cpu())

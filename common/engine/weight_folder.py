@@ -19,22 +19,32 @@ CHECKSUMS = "checksums.json"
 class WeightFolder:
     """A folder of folders, one a version, of which the last one that is complete is kept."""
 
-    def __init__(self, path: Path, run: str):
-        """`run`: a name that no other run has."""
+    def __init__(self, path: Path, run: str, dtype: torch.dtype):
+        """`run`: a name that no other run has. `dtype`: of the tensors that are written."""
+        self.dtype = dtype
         self.path = path / run
         self.run = run
         self.version = -1
 
-    def write(self, tensors: Iterator[tuple[str, Tensor]], sent: dict[str, Checksum]) -> Path:
-        """Write the next version. `sent`: as for `Engine._load`. Returns its folder, which is complete."""
+    @property
+    def folder(self) -> Path:
+        return self.path / f"{self.version:06d}"
+
+    @property
+    def name(self) -> str:
+        """Of the version, at the servers."""
+        return f"{self.run}-{self.version:06d}"
+
+    def write(self, tensors: Iterator[tuple[str, Tensor]], sent: dict[str, Checksum]) -> None:
+        """Write the next version. `sent`: as for `Engine._load`."""
         self.version += 1
-        folder = self.path / f"{self.version:06d}"
+        folder = self.folder
         folder.mkdir(parents=True)
         shard: dict[str, Tensor] = {}
         place: dict[str, str] = {}
         size = 0
         for name, tensor in tensors:
-            copy = tensor.detach().to("cpu", copy=True).contiguous()
+            copy = tensor.detach().to("cpu", self.dtype, copy=True).contiguous()
             if shard and size + copy.nbytes > SHARD_BYTES:
                 place |= save_shard(folder, shard)
                 shard, size = {}, 0
@@ -45,12 +55,11 @@ class WeightFolder:
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
         written = {"run": self.run, "version": self.version, "sums": as_numbers(sent)}
         (folder / CHECKSUMS).write_text(json.dumps(written))
-        return folder
 
     def remove_older(self) -> None:
         """Remove all versions but the last one: all servers that are there have it."""
         for folder in self.path.iterdir():
-            if folder.name != f"{self.version:06d}":
+            if folder != self.folder:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def remove(self) -> None:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from common.flags.servers import ServerConfig
+
 
 @dataclass
 class SamplingConfig:
@@ -60,12 +62,12 @@ class EpisodeConfig:
 
 
 @dataclass
-class RolloutConfig(EpisodeConfig, SamplingConfig):
+class RolloutConfig(ServerConfig, EpisodeConfig, SamplingConfig):
     """How training samples, and the engine that samples."""
 
-    engine: Literal["vllm", "hf"] = "vllm"
-    """Sampling backend: vLLM, or Hugging Face's `generate`, which is slow but needs no vLLM and is an independent
-    check."""
+    engine: Literal["vllm", "hf", "server"] = "vllm"
+    """Sampling backend: vLLM; Hugging Face's `generate`, which is slow but needs no vLLM and is an independent check;
+    or --rollout.servers."""
     val_top_p: float = 1.0
     """top_p of validation. 1: all tokens. Needs --val-data and --eval-n."""
     val_top_k: int = 0

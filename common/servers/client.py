@@ -13,9 +13,14 @@ REPEATED = (408, 409, 425, 429, 500, 502, 503, 504)
 class ServerError(Exception):
     """What a server answered, or did not, in one line."""
 
+    def __init__(self, line: str, status: int = 0):
+        """`status`: of the answer, 0: there is none."""
+        super().__init__(line)
+        self.status = status
+
 
 class Gone(ServerError):
-    """The server did not answer, or broke off: the same request may succeed elsewhere, or later."""
+    """The server did not answer, broke off or failed: the same request may succeed elsewhere, or later."""
 
 
 class Refused(ServerError):
@@ -64,7 +69,7 @@ class Client:
         if answer.status != 200:
             said = content[:2000].decode(errors="replace")
             kind = Gone if answer.status in REPEATED else Refused
-            raise kind(self.line(f"answered {path} with status {answer.status}: {said}"))
+            raise kind(self.line(f"answered {path} with status {answer.status}: {said}"), answer.status)
         if not content:
             return None
         try:

@@ -40,8 +40,7 @@ class Needs:
 
     dtype: str  # compute dtype: float32, bfloat16, float16
     max_length: int  # tokens of prompt and response
-    vocabulary: int  # rows of the model's embedding
-    temperature: float
+    sizes: dict[str, int]  # of the model's text config: vocab_size, hidden_size, num_hidden_layers
 
 
 class Dialect(Protocol):

@@ -4,12 +4,13 @@ Of vLLM 0.32: vllm/entrypoints/rl/online/api_router.py (weights), .../scale_out/
 .../serve/dev (server_info, reset_prefix_cache).
 """
 
+import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.servers.client import Client, Refused
+from common.servers.client import Client, Gone, Refused
 from common.servers.dialect import Answer, Ask, Needs
 
 PREFIX = "generate-tokens-"  # of the engine's names for the requests of this route
@@ -52,6 +53,12 @@ class VLLM:
         if transfer.get("backend") != "folder" or config["parallel_config"]["worker_extension_cls"] != EXTENSION:
             found.append(f"it does not load weights from a folder: start it with --worker-extension-cls {EXTENSION} "
                          """--weight-transfer-config '{"backend": "folder"}', as tools.serve does""")
+            return found
+        of_workers = await client.call("/collective_rpc", {"method": "model_sizes"})
+        sizes = of_workers["results"][0]
+        for name, expected in needs.sizes.items():
+            if sizes[name] != expected:
+                found.append(f"its model has {name} {sizes[name]}, --model has {expected}: serve that")
         return found
 
     @staticmethod
@@ -96,15 +103,19 @@ class VLLM:
     @staticmethod
     async def load(client: Client, folder: Path, version: str) -> int:
         await client.call("/pause?mode=abort", {})
-        try:
+        with contextlib.suppress(Gone):  # an earlier load was left unfinished: what it began is ended here
             await client.call("/start_weight_update", {}, timeout_s=None)
-        except Refused:  # an earlier one was left unfinished; `update_weights` starts it anew, and says what else it is
-            pass
-        await client.call("/update_weights", {"update_info": {"folder": str(folder)}}, timeout_s=None)
-        await client.call("/finish_weight_update", {"weight_version": version})
+        try:
+            await client.call("/update_weights", {"update_info": {"folder": str(folder)}}, timeout_s=None)
+        except Gone as error:
+            if error.status:  # the worker said no
+                raise Refused(str(error), error.status) from None
+            raise
         flushed = await client.call("/reset_prefix_cache", {})
         await client.call("/reset_encoder_cache", {})
         await client.call("/resume", {})
         if not flushed["success"]:
             raise Refused(client.line("it did not forget the prefixes that older weights computed"))
+        # last: a load that was cut off before has another version, and is done again
+        await client.call("/finish_weight_update", {"weight_version": version})
         return 0
