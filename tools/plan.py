@@ -171,7 +171,7 @@ class Command:
 
 def num_samplers() -> int:
     """Ranks that only sample, as async_grpo.py said: their engine is on other GPUs than the trainer."""
-    return int(os.environ.get(SAMPLERS, "0"))
+    return int(os.environ.get(SAMPLERS, "0").partition(" ")[0])
 
 
 def in_forward(model: Model) -> float:

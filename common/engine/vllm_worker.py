@@ -38,11 +38,16 @@ class Extension:
     call what is here."""
 
     model_runner: Any  # of vLLM's worker, whose base this becomes
+    weight_transfer_engine: Any
 
     def model_sizes(self) -> dict[str, int]:
         """What tells one model from another: see `Needs.sizes`."""
         config = self.model_runner.model_config.hf_text_config
         return {name: getattr(config, name) for name in SIZES}
+
+    def compared_tensors(self) -> dict[str, int]:
+        """How many tensors were compared at the last update."""
+        return {"count": self.weight_transfer_engine.num_compared}
 
 
 @dataclass
@@ -64,6 +69,7 @@ class FolderEngine(WeightTransferEngine[FolderInit, FolderUpdate]):
         super().__init__(config, vllm_config, device, model)
         self.held = ("", -1)
         """The run and the version of the weights that were loaded last."""
+        self.num_compared = 0
         methods = {layer: getattr(layer, "quant_method", None) for layer in model.modules()}
         self.quantized = [layer for layer, method in methods.items() if getattr(method, "uses_meta_device", False)]
 
@@ -98,12 +104,14 @@ class FolderEngine(WeightTransferEngine[FolderInit, FolderUpdate]):
                 raise ValueError(f"nothing that the trainer sent goes into {len(missing)} weights of the server "
                                  f"({', '.join(missing[:3])}): it serves another model")
         dtype = self.model_config.dtype
-        differ = sorted(differing(sent, held_checksums(self.model, sent, dtype)))
+        held = held_checksums(self.model, sent, dtype)
+        differ = sorted(differing(sent, held))
         if on_cpu:
             pack_on_cpu(self.model)
         if differ:
             raise ValueError(f"checksums differ: the server does not hold the trainer's weights in {len(differ)} "
                              f"tensors: {', '.join(differ[:5])}")
+        self.num_compared = len(held)
         self.held = (run, version)
 
 
