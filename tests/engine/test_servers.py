@@ -215,8 +215,9 @@ def test_an_abort_with_a_server_that_stands_still_loses_only_its_tokens(pool, se
 
 
 PROBLEMS = {
-    "dtype": ({"dtype": "torch.bfloat16"}, "its dtype is bfloat16, must be --policy.compute-dtype float32"),
+    "dtype": ({"dtype": "bfloat16"}, "its dtype is bfloat16, must be --policy.compute-dtype float32"),
     "log-probs": ({"logprobs_mode": "raw_logprobs"}, "start it with --logprobs-mode processed_logprobs"),
+    "no folder": ({"transfer": "nccl"}, "start it with --worker-extension-cls tools.vllm_worker.Extension"),
     "length": ({"max_model_len": 63}, "at most 63 tokens, must be 64"),
 }
 
