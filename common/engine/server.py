@@ -67,6 +67,7 @@ class ServerEngine(Engine):
             error = str(raised)
         for of_rank in all_gather_objects(error):
             if of_rank:
+                self.pool.close()
                 raise ValueError(f"--rollout.servers: {of_rank}")
         self.weights: WeightFolder | None = None
         if setup.world.rank == 0:

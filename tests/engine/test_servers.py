@@ -283,7 +283,6 @@ def test_a_server_joins_by_a_line_in_a_file(servers, tmp_path):
 
 
 REFUSED = {
-    "engine": (["http://127.0.0.1:1"], {"engine": "vllm"}, "--rollout.servers needs --rollout.engine server"),
     "none": ([], {}, "--rollout.engine server needs --rollout.servers"),
     "other machine": (["http://10.0.0.1:1"], {}, "is another machine.*--rollout.server-auth-env"),
     "password": (["http://me:secret@127.0.0.1:1"], {}, "no password"),
