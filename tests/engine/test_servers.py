@@ -1,5 +1,6 @@
 """The pool of servers: whatever they do, each request has one answer, of the present weights."""
 
+import json
 import threading
 import time
 from dataclasses import replace
@@ -256,6 +257,35 @@ def test_weights_that_a_server_does_not_take_end_in_its_words(pool, servers):
     pool.present(Path("/folder/1"), "run-1")
     with pytest.raises(Refused, match="checksums differ in 3 tensors"):
         pool.wait_ready(10.0)
+
+
+def test_weights_that_are_refused_do_not_stand_for_the_next_ones(pool, servers):
+    for server in servers:
+        server.load_error = "checksums differ in 3 tensors"
+    pool.present(Path("/folder/1"), "run-0")
+    with pytest.raises(Refused):
+        pool.wait_ready(10.0)
+    for server in servers:
+        server.load_error = ""
+    begin(pool)
+
+
+@pytest.mark.parametrize("answer", [{"choices": 3}, {"choices": [{"token_ids": 3, "logprobs": 4}]}, None, [[]]])
+def test_an_answer_of_another_form_is_never_taken(answer, pool, servers):
+    begin(pool)
+    servers[0].raw = json.dumps(answer).encode()
+    pool.add(0, ask(0))
+    pool.add(1, ask(1))
+    must_be_all(collect(pool, 2), 2)
+
+
+def test_a_fault_of_the_other_thread_is_raised_in_the_trainers(pool, monkeypatch):
+    async def faulty(self, server):
+        raise ZeroDivisionError("a fault")
+
+    monkeypatch.setattr("common.servers.members.Members._check", faulty)
+    with pytest.raises(ZeroDivisionError, match="a fault"):
+        collect(pool, 1, most_s=5.0)
 
 
 def test_a_server_joins_by_a_line_in_a_file(servers, tmp_path):
