@@ -81,7 +81,7 @@ def main(args: Args) -> None:
                                    max_num_seqs=args.max_num_seqs, kv_cache_gb=1.0)
             length = args.prompt + args.tokens
             engines[name] = make_engine(EngineSetup(
-                model, hf_config, config, ModelConfig(compute_dtype="float32"), world, [[1, 2, 3]], [], length, 0
+                model, hf_config, config, ModelConfig(compute_dtype="float32"), world, [[1, 2, 3]], [2], length, 0
             ))
             engines[name].wake(policy)
             start = time.perf_counter()
