@@ -156,7 +156,7 @@ def main(args: Args) -> None:
     check(args)
     if args.reward_model.path and not args.rollout.gpu_memory_utilization and torch.cuda.is_available():
         raise ValueError("--reward-model.path needs --rollout.gpu-memory-utilization, as its memory is not planned")
-    os.environ[SAMPLERS] = str(args.samplers)
+    os.environ[SAMPLERS] = f"{args.samplers} {args.rollout.engine}"  # with servers they need no GPUs
     correction = resolve_correction(args.correction)
     P, G = args.prompts_per_step, args.samples_per_prompt
     num_updates = args.minibatches_per_step * args.epochs_per_step

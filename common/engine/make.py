@@ -11,10 +11,12 @@ from common.engine.base import Engine, EngineSetup
 from common.engine.extra import SPECULATION, check_extra
 from common.engine.hf import HFEngine
 from common.engine.remote import RemoteEngine
+from common.engine.server import ServerEngine
 from common.engine.vllm import VLLMEngine
 from common.flags.rollout import RolloutConfig, changed_flags
 from common.flags.rules import check_sampling
 from common.flags.rules import check_sizes as check_sizes
+from common.flags.servers import check_servers
 from common.forward.vision import FAMILIES
 from common.model.flops import context_length, count_layers
 from common.parallel.ranks import World, print_on_main
@@ -37,6 +39,7 @@ def check_rollout(config: RolloutConfig, hf_config: PretrainedConfig, world: Wor
     `has_correction`: the script multiplies its losses by p_trainer / p_engine (untruncated below 1).
     """
     check_sampling(config)
+    check_servers(config, config.engine)
     filters = changed_flags(config, "top_p", "top_k")
     if config.episode and constrains():
         filters.append("AGENT_STRUCTURED=constrain")
@@ -58,6 +61,8 @@ def check_rollout(config: RolloutConfig, hf_config: PretrainedConfig, world: Wor
         check_extra(config.extra, world.device.type)
         if config.drafts:
             check_drafts(config, hf_config.get_text_config(), router_replay)
+    elif config.engine == "server":
+        check_for_servers(config, hf_config, router_replay)
     else:
         for_vllm = changed_flags(config, "tp", "stop", "in_flight", "drafts", "extra")
         if config.episode and constrains():
@@ -84,6 +89,18 @@ def check_rollout(config: RolloutConfig, hf_config: PretrainedConfig, world: Wor
     if router_replay == "rollout":
         check_knows_experts(config, world)
     return max_sequence_length
+
+
+def check_for_servers(config: RolloutConfig, hf_config: PretrainedConfig, router_replay: str) -> None:
+    """Refuse what servers do not do here."""
+    if router_replay == "rollout":
+        raise ValueError("--policy.router-replay rollout does not go with --rollout.engine server: set it to old-logp")
+    if config.episode and constrains():
+        raise ValueError("AGENT_STRUCTURED=constrain needs --rollout.engine vllm")
+    if hf_config.model_type in FAMILIES:
+        raise ValueError("images need --rollout.engine vllm or hf")
+    if config.temperature > 2:
+        raise ValueError(f"--rollout.temperature {config.temperature}: servers take at most 2")
 
 
 def check_knows_experts(config: RolloutConfig, world: World) -> None:
@@ -164,6 +181,8 @@ def make_engine(setup: EngineSetup) -> Engine:
         return RemoteEngine(setup)
     if setup.config.engine == "hf":
         return HFEngine(setup)
+    if setup.config.engine == "server":
+        return ServerEngine(setup)
     return VLLMEngine(setup)
 
 

@@ -39,7 +39,7 @@ class Bridge:
         if self.world.samples:
             rank = self.world.rank + 1
         size = 1 + self.world.num_samplers
-        if self.world.device.type == "cpu":
+        if self.world.device.type == "cpu" or self.world.samplers_on_cpu:
             return dist.ProcessGroupGloo(self.store, rank, size, collective_timeout(0))
         return dist.ProcessGroupNCCL(self.store, rank, size, dist.ProcessGroupNCCL.Options())
 
@@ -98,6 +98,8 @@ class RemoteEngine(Engine):
         self.bridge.send(("weights", self.policy.described(self.dtype)))
         for _, tensor in tensors:
             if self.world.is_main:
+                if self.world.samplers_on_cpu:
+                    tensor = tensor.cpu()
                 self.bridge.group.broadcast(tensor.reshape(-1).view(torch.uint8), 0).wait()
         self.bridge.send(as_numbers(sent))
         num_compared, differing, self.probed = self.bridge.receive()

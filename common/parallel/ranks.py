@@ -43,6 +43,7 @@ class World:
     trains: bool = True
     samples: bool = True
     num_samplers: int = 0  # above 0: no rank trains and samples, and all numbers above are of one side
+    samplers_on_cpu: bool = False  # they ask servers
     job_store: dist.Store | None = None  # of both sides
     timeout: timedelta = timedelta(seconds=3900)  # of a collective
 
@@ -60,7 +61,7 @@ def init(timeout_s: float = 3600.0, replicas: int = 1, sequence_parallel: int = 
     """Join the process group that torchrun describes in the environment; without torchrun, a group of one. Its
     collectives wait for `timeout_s`, the time of a phase (`--save.timeout-s`), and a little longer; 0: no limit. With
     SAMPLERS in the environment, that number of the last ranks only sample and the others only train. Each side is then
-    a group of its own, whose ranks count from 0.
+    a group of its own, whose ranks count from 0. The word `server` after the number: the samplers need no GPU.
 
     GPUs use NCCL (and gloo for CPU tensors), machines without GPUs use gloo. Raises ValueError if a machine with GPUs
     has none for a rank, if torch cannot use the GPUs, and if the ranks cannot be grouped as requested.
@@ -70,7 +71,9 @@ def init(timeout_s: float = 3600.0, replicas: int = 1, sequence_parallel: int = 
     job_rank = int(os.environ["RANK"])
     job_size = int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ["LOCAL_RANK"])
-    num_samplers = int(os.environ.get(SAMPLERS, "0"))
+    count, _, engine = os.environ.get(SAMPLERS, "0").partition(" ")
+    num_samplers = int(count)
+    samplers_on_cpu = engine == "server"
     num_trainers = job_size - num_samplers
     trains = job_rank < num_trainers
     rank = job_rank
@@ -80,7 +83,7 @@ def init(timeout_s: float = 3600.0, replicas: int = 1, sequence_parallel: int = 
         size = num_samplers
         replicas = sequence_parallel = expert_parallel = 1  # they are of the trainers' models
     num_shards(size, replicas, sequence_parallel, expert_parallel)  # before the ranks wait for each other
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and (trains or not samplers_on_cpu):
         num_gpus = torch.cuda.device_count()
         if local_rank >= num_gpus:
             raise ValueError(f"local rank {local_rank} needs a GPU of its own, this machine has "
@@ -116,6 +119,7 @@ def init(timeout_s: float = 3600.0, replicas: int = 1, sequence_parallel: int = 
         trains=trains,
         samples=not trains or num_samplers == 0,
         num_samplers=num_samplers,
+        samplers_on_cpu=samplers_on_cpu,
         job_store=store,
         timeout=timeout,
     )

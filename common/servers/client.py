@@ -1,0 +1,88 @@
+"""JSON over HTTP to one server. Requests go to the host of the address alone: no redirect is followed, no proxy of the
+environment is used, and an answer is read as JSON only."""
+
+import json
+from typing import Any
+
+import aiohttp
+
+REPEATED = (408, 409, 425, 429, 500, 502, 503, 504)
+"""Statuses of a server that is busy, fails or starts again."""
+
+
+class ServerError(Exception):
+    """What a server answered, or did not, in one line."""
+
+    def __init__(self, line: str, status: int = 0):
+        """`status`: of the answer, 0: there is none."""
+        super().__init__(line)
+        self.status = status
+
+
+class Gone(ServerError):
+    """The server did not answer, broke off or failed: the same request may succeed elsewhere, or later."""
+
+
+class Refused(ServerError):
+    """The server answered that it does not do this."""
+
+
+class Client:
+    """Of one server, in the loop of asyncio that made it."""
+
+    def __init__(self, url: str, key: str, timeout_s: float):
+        """`key`: "" for none. `timeout_s`: of a request that names no limit of its own."""
+        self.url = url
+        self.key = key
+        self.timeout_s = timeout_s
+        headers = {}
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
+        self.http = aiohttp.ClientSession(
+            headers=headers,
+            trust_env=False,
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=timeout_s),
+        )
+
+    async def call(self, path: str, body: dict[str, Any] | None = None, most_bytes: int = 1 << 24,
+                   timeout_s: float | None = 0.0) -> Any:
+        """The answer to a request, from JSON (None where it is empty): POST of `body`, GET without one. `timeout_s`:
+        seconds that all of it may take; 0: those of the client, None: no limit, for what may be long. Raises Gone or
+        Refused."""
+        method = "GET" if body is None else "POST"
+        if timeout_s == 0.0:
+            timeout_s = self.timeout_s
+        limit = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self.timeout_s)
+        content = bytearray()
+        try:
+            async with self.http.request(method, self.url + path, json=body, allow_redirects=False,
+                                         timeout=limit) as answer:
+                async for piece in answer.content.iter_any():
+                    content += piece
+                    if len(content) > most_bytes:
+                        raise Refused(self.line(f"answered {path} with more than {most_bytes} bytes"))
+        except TimeoutError:
+            raise Gone(self.line(f"no answer to {path} within --rollout.server-timeout-s {self.timeout_s:g}")) from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise Gone(self.line(f"{path}: {type(error).__name__}: {error}")) from None
+        if answer.status != 200:
+            said = content[:2000].decode(errors="replace")
+            kind = Gone if answer.status in REPEATED else Refused
+            raise kind(self.line(f"answered {path} with status {answer.status}: {said}"), answer.status)
+        if not content:
+            return None
+        try:
+            return json.loads(content)
+        except ValueError:
+            raise Refused(self.line(f"answered {path} with no JSON: {bytes(content[:100])!r}")) from None
+
+    def line(self, text: str) -> str:
+        """One line that names the server, and never the key."""
+        line = " ".join(f"server {self.url}: {text}".split())
+        if self.key:
+            line = line.replace(self.key, "$KEY")
+        return line[:600]
+
+    async def close(self) -> None:
+        await self.http.close()

@@ -1,0 +1,140 @@
+"""Inside the workers of `vllm serve`: a weight transfer engine of vLLM's own factory that reads a shared folder.
+
+    VLLM_SERVER_DEV_MODE=1 PYTHONPATH=<this repository> vllm serve MODEL --enable-scale-out \\
+        --logprobs-mode processed_logprobs --worker-extension-cls tools.vllm_worker.Extension \\
+        --weight-transfer-config '{"backend": "folder"}'
+
+It works on all devices, and compares the checksums that the trainer wrote beside the weights with those of what the
+worker then holds, as `common/engine/vllm.py` does in one process.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+from common.engine.sync import differing, engine_name, held_checksums
+from common.engine.vllm_changes import pack_on_cpu, quantize_on_load, start_on_cpu, unpack_on_cpu
+from common.servers.folder import read_checksums
+
+BACKEND = "folder"
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers")
+
+
+class Extension:
+    """What --worker-extension-cls names: vLLM imports this module before it loads the model, and lets /collective_rpc
+    call what is here."""
+
+    model_runner: Any  # of vLLM's worker, whose base this becomes
+    weight_transfer_engine: Any
+
+    def describe(self) -> dict[str, Any]:
+        """What `common/servers/vllm.py` compares with the needs of training."""
+        config = self.model_runner.model_config
+        text = config.hf_text_config
+        return {
+            "logprobs_mode": str(config.logprobs_mode),
+            "dtype": str(config.dtype).removeprefix("torch."),
+            "max_model_len": config.max_model_len,
+            "transfer": None if self.weight_transfer_engine is None else self.weight_transfer_engine.config.backend,
+            "sizes": {name: getattr(text, name) for name in SIZES},
+        }
+
+    def compared_tensors(self) -> dict[str, int]:
+        """How many tensors were compared at the last update."""
+        return {"count": self.weight_transfer_engine.num_compared}
+
+
+@dataclass
+class FolderInit(WeightTransferInitInfo):
+    """Nothing is agreed on before the first update."""
+
+
+@dataclass
+class FolderUpdate(WeightTransferUpdateInfo):
+    folder: str  # of `folder.WeightFolder`
+
+
+class FolderEngine(WeightTransferEngine[FolderInit, FolderUpdate]):
+    init_info_cls = FolderInit
+    update_info_cls = FolderUpdate
+    supports_draft_weight_update = False
+
+    def __init__(self, config: WeightTransferConfig, vllm_config: Any, device: torch.device, model: torch.nn.Module):
+        super().__init__(config, vllm_config, device, model)
+        self.held = ("", -1)
+        """The run and the version of the weights that were loaded last."""
+        self.num_compared = 0
+        self.name_of = engine_name(model)
+        methods = {layer: getattr(layer, "quant_method", None) for layer in model.modules()}
+        self.quantized = [layer for layer, method in methods.items() if getattr(method, "uses_meta_device", False)]
+
+    def init_transfer_engine(self, init_info: FolderInit) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        pass
+
+    def finish_weight_update(self) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        pass
+
+    def receive_weights(self, update_info: FolderUpdate) -> None:
+        """Load all weights of the folder. Raises ValueError if they are older than those that are held, which a request
+        may be that a stopped server reads late, and if this model has other weights or then does not hold them."""
+        folder = Path(update_info.folder)
+        run, version, written = read_checksums(folder)
+        sent = {}
+        for name, (total, numel) in written.items():
+            sent[self.name_of(name)] = torch.tensor(total, dtype=torch.float64), numel
+        if run == self.held[0] and version < self.held[1]:
+            raise ValueError(f"weights of version {version} come after those of version {self.held[1]}")
+        on_cpu = self.device.type == "cpu"
+        if on_cpu:
+            unpack_on_cpu(self.model)
+        with quantize_on_load(self.quantized, self.vllm_config):
+            names = {name.replace(".routed_experts", "") for name, _ in self.model.named_parameters()}
+            loaded = self.model.load_weights(tensors_of(folder))
+        if loaded is not None:
+            missing = sorted(names - {name.replace(".routed_experts", "") for name in loaded})
+            if missing:
+                raise ValueError(f"nothing that the trainer sent goes into {len(missing)} weights of the server "
+                                 f"({', '.join(missing[:3])}): it serves another model")
+        dtype = self.model_config.dtype
+        held = held_checksums(self.model, sent, dtype)
+        differ = sorted(differing(sent, held))
+        if on_cpu:
+            pack_on_cpu(self.model)
+        if differ:
+            raise ValueError(f"checksums differ: the server does not hold the trainer's weights in {len(differ)} "
+                             f"tensors: {', '.join(differ[:5])}")
+        self.num_compared = len(held)
+        self.held = (run, version)
+
+
+def tensors_of(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  # it is no dict
+                yield name, opened.get_tensor(name)
+
+
+WeightTransferEngineFactory.register_engine(BACKEND, FolderEngine)
+PATCHES = contextlib.ExitStack()
+"""For as long as the server runs: its linear layers keep the weights that a sync writes."""
+if not torch.cuda.is_available():
+    PATCHES.enter_context(start_on_cpu())
