@@ -19,9 +19,10 @@ from typing import Any
 
 from common.servers.client import Client, Gone, Refused, ServerError
 from common.servers.dialect import Answer, Ask, Dialect, Needs, check_answer
+from common.servers.sglang import SGLang
 from common.servers.vllm import VLLM
 
-DIALECTS: tuple[type[Dialect], ...] = (VLLM,)
+DIALECTS: tuple[type[Dialect], ...] = (VLLM, SGLang)
 ASK_AGAIN_S = 1.0
 """Between two questions of a keeper."""
 MOST_FAILURES = 20
