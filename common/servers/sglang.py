@@ -10,16 +10,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.servers.sglang_sums import checksums_of
 from common.servers.client import Client, Refused
 from common.servers.dialect import Answer, Ask, Needs
+from common.servers.sglang_sums import checksums_of
 
 BYTES_OF_TOKEN = 512  # of an answer, at most
 BYTES_OF_ID = 12  # of each token that a filter leaves
 MOST_BYTES = 1 << 26  # of the checksums of all tensors
 MASK_TOKENS = 4096
-"""SGLang's own bound for --rollout.top-k where log-probs are those of the filtered distribution; of --rollout.top-p, too,
-which is then taken among so many tokens."""
+"""Most tokens among which --rollout.top-p and --rollout.top-k filter: SGLang's own bound where it tells the log-probs
+after its filters."""
 
 
 class SGLang:
