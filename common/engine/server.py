@@ -40,6 +40,8 @@ class ServerEngine(Engine):
         """Raises ValueError, on all ranks, if no server answers, or those that answer cannot be used."""
         super().__init__(setup)
         config = setup.config
+        if setup.model_config.router_float32:
+            raise ValueError("--policy.router-float32 does not go with --rollout.engine server: leave it out")
         self.limit_s = max(setup.world.timeout.total_seconds() - 300, 1.0)  # --save.timeout-s
         text = setup.hf_config.get_text_config()
         sizes = {name: getattr(text, name) for name in ("vocab_size", "hidden_size", "num_hidden_layers")}

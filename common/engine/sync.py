@@ -1,6 +1,7 @@
 """Checksums and log-probs, which show that the engine holds the trainer's weights."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import reduce
 
 import torch
@@ -68,6 +69,14 @@ def held_checksums(model: nn.Module, sent: dict[str, Checksum], dtype: torch.dty
                 if part_name in sent:
                     held[part_name] = checksum(part, dtype)
     return held
+
+
+def engine_name(model: nn.Module) -> Callable[[str], str]:
+    """vLLM's own name of a weight of transformers' model, for models where it has another one."""
+    mapper = vars(type(model)).get("hf_to_vllm_mapper")
+    if mapper is None:
+        return lambda name: name
+    return replace(mapper, orig_to_new_stacked={})._map_name  # what is fused is compared in parts
 
 
 def parts_of(parameter: Tensor, rows: list[int], count: int) -> list[Tensor]:

@@ -10,7 +10,6 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -21,7 +20,7 @@ from common.dataset.images import Images
 from common.engine.base import Engine, EngineSetup, Request
 from common.engine.extra import most_sequences
 from common.engine.outputs import complete, shorten
-from common.engine.sync import Checksum, differing, held_checksums
+from common.engine.sync import Checksum, differing, engine_name, held_checksums
 from common.engine.tail import Tail
 from common.engine.vllm_changes import (
     check_routers,
@@ -135,9 +134,7 @@ class VLLMEngine(Engine):
         # the layers that vLLM quantises itself, e.g. with --rollout.extra '{"quantization": "fp8_per_tensor"}'
         methods = {layer: getattr(layer, "quant_method", None) for layer in self.model.modules()}
         self.quantized = [layer for layer, method in methods.items() if getattr(method, "uses_meta_device", False)]
-        mapper = vars(type(self.model)).get("hf_to_vllm_mapper")
-        if mapper is not None:
-            self.name_of = replace(mapper, orig_to_new_stacked={})._map_name  # what is fused is compared in parts
+        self.name_of = engine_name(self.model)
         self._sleep()
         self.pool_bytes = torch.cuda.memory_reserved()  # torch counts its pools on, though what they had is unmapped
 

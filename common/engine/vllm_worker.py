@@ -25,7 +25,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from common.engine.sync import differing, held_checksums
+from common.engine.sync import differing, engine_name, held_checksums
 from common.engine.vllm_changes import pack_on_cpu, quantize_on_load, start_on_cpu, unpack_on_cpu
 from common.engine.weight_folder import read_checksums
 
@@ -70,6 +70,7 @@ class FolderEngine(WeightTransferEngine[FolderInit, FolderUpdate]):
         self.held = ("", -1)
         """The run and the version of the weights that were loaded last."""
         self.num_compared = 0
+        self.name_of = engine_name(model)
         methods = {layer: getattr(layer, "quant_method", None) for layer in model.modules()}
         self.quantized = [layer for layer, method in methods.items() if getattr(method, "uses_meta_device", False)]
 
@@ -89,7 +90,8 @@ class FolderEngine(WeightTransferEngine[FolderInit, FolderUpdate]):
         """Load all weights of the folder. Raises ValueError if they are older than those that are held, which a request
         may be that a stopped server reads late, and if this model has other weights or then does not hold them."""
         folder = Path(update_info.folder)
-        run, version, sent = read_checksums(folder)
+        run, version, written = read_checksums(folder)
+        sent = {self.name_of(name): checksum for name, checksum in written.items()}
         if run == self.held[0] and version < self.held[1]:
             raise ValueError(f"weights of version {version} come after those of version {self.held[1]}")
         on_cpu = self.device.type == "cpu"

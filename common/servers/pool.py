@@ -7,6 +7,7 @@ other weights is given the present ones before it samples.
 """
 
 import asyncio
+import contextlib
 import queue
 import threading
 import time
@@ -25,7 +26,7 @@ from common.servers.vllm import VLLM
 DIALECTS: tuple[type[Dialect], ...] = (VLLM, SGLang)
 ASK_AGAIN_S = 1.0
 """Between two questions of a keeper."""
-MOST_FAILURES = 20
+MOST_FAILURES = 8
 """Of one request, at servers that are there: no server can sample it."""
 SLOWER = 4.0
 """A sync waits for servers up to this factor of the time of the fastest one; slower ones join when they are ready."""
@@ -203,10 +204,8 @@ class Pool:
             await self._wait_for_change(pause_s)
 
     async def _wait_for_change(self, most_s: float) -> None:
-        try:
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.changed.wait(), most_s)
-        except TimeoutError:
-            pass
 
     async def _check(self, server: Server) -> None:
         """Find out what the server speaks and holds, and give it what it must hold."""
@@ -237,7 +236,7 @@ class Pool:
 
     def _lose(self, server: Server, error: ServerError) -> None:
         """The server cannot sample now. It will be asked again."""
-        if not server.trouble:
+        if not server.trouble and self.loads:
             print(f"{error}; it is left out until it answers", flush=True)
         server.trouble = str(error)
         server.was_refused = isinstance(error, Refused)
@@ -294,7 +293,8 @@ class Pool:
         self.num_moved += 1
         self.failures[number] = self.failures.get(number, 0) + 1
         if self.failures[number] > MOST_FAILURES:
-            self.ended.put(Refused(f"a request of {len(ask.tokens)} tokens failed {MOST_FAILURES} times, at last: {error}"))
+            num_tokens = len(ask.tokens)
+            self.ended.put(Refused(f"a request of {num_tokens} tokens failed {MOST_FAILURES} times, at last: {error}"))
             return
         self.waiting.appendleft((number, ask))
 

@@ -1,0 +1,296 @@
+"""The pool of servers: whatever they do, each request has one answer, of the present weights."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from common.flags.rollout import RolloutConfig, SamplingConfig
+from common.flags.servers import check_servers, read_addresses
+from common.servers.client import Gone, Refused, ServerError
+from common.servers.dialect import Answer, Ask, Needs
+from common.servers.pool import Pool
+from tests.engine.told_server import SIZES, VOCABULARY, ToldServer, tokens_of
+
+TIMEOUT_S = 1.0
+NEEDS = Needs("float32", 64, SIZES)
+
+
+@pytest.fixture
+def servers():
+    made = [ToldServer(), ToldServer()]
+    yield made
+    for server in made:
+        if server.thread.is_alive():
+            server.kill()
+
+
+@pytest.fixture
+def pool(servers):
+    yield from pool_of([server.url for server in servers])
+
+
+def pool_of(urls, key="", loads=True):
+    pool = Pool(lambda: urls, key, TIMEOUT_S, NEEDS, 64, loads)
+    yield pool
+    pool.close()
+
+
+def ask(seed: int, count: int = 8) -> Ask:
+    return Ask(f"name-{seed}", [5, 6, 7], seed, SamplingConfig(1.0, count), [2])
+
+
+def collect(pool: Pool, count: int, most_s: float = 20.0) -> list[tuple[int, Answer]]:
+    found = []
+    end = time.monotonic() + most_s
+    while len(found) < count and time.monotonic() < end:
+        found += pool.take(0.1)
+    return found
+
+
+def begin(pool: Pool, num_ready: int = 2) -> None:
+    pool.present(Path("/folder/1"), "run-1")
+    pool.wait_ready(10.0)
+    end = time.monotonic() + 10
+    while pool.num_ready < num_ready and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def must_be_all(found: list[tuple[int, Answer]], count: int) -> None:
+    assert sorted(number for number, _ in found) == [*range(count)]
+    for number, answer in found:
+        assert answer.tokens == tokens_of(number, 8) and set(answer.versions) == {"run-1"}
+
+
+def test_requests_are_shared_and_answered_once(pool, servers):
+    begin(pool)
+    for server in servers:
+        server.delay_s = 0.3
+    for number in range(20):
+        pool.add(number, ask(number))
+    must_be_all(collect(pool, 20), 20)
+    assert [len(server.generated) for server in servers] == [10, 10]
+    assert pool.num_moved == 0 and not pool.open and pool.take(0.1) == []
+
+
+@pytest.mark.parametrize("fault", ["kill", "stand still", "kill and return"])
+def test_what_a_lost_server_was_asked_for_is_sampled_by_the_others(fault, pool, servers):
+    begin(pool)
+    first, second = servers
+    first.delay_s = second.delay_s = 0.4
+    for number in range(20):
+        pool.add(number, ask(number))
+    time.sleep(0.2)
+    if fault == "stand still":
+        first.stands_still = True
+    else:
+        first.kill()
+    if fault == "kill and return":
+        first.start()
+    must_be_all(collect(pool, 20), 20)
+    assert pool.num_moved == 10
+    first.stands_still = False
+    if fault == "stand still":
+        end = time.monotonic() + 10
+        while pool.num_ready < 2 and time.monotonic() < end:
+            time.sleep(0.05)
+        assert pool.num_ready == 2
+
+
+def test_a_server_that_returns_gets_the_present_weights_before_its_first_request(pool, servers):
+    begin(pool)
+    first, second = servers
+    second.delay_s = 0.05
+    first.kill()
+    pool.add(0, ask(0))
+    must_be_all(collect(pool, 1), 1)
+    first.calls.clear()
+    first.generated.clear()
+    first.start()
+    number = 1
+    end = time.monotonic() + 10
+    while not first.generated and time.monotonic() < end:
+        pool.add(number, ask(number))
+        pool.add(number + 1, ask(number + 1))
+        number += 2
+        time.sleep(0.05)
+    assert "/finish_weight_update" in first.calls[: first.calls.index("/inference/v1/generate")]
+    assert first.version == "run-1"
+    rest = collect(pool, number - 1)
+    assert sorted(found[0] for found in rest) == [*range(1, number)]
+
+
+def test_only_the_rank_that_loads_gives_weights(servers):
+    for pool in pool_of([servers[0].url], loads=False):
+        pool.present(Path("/folder/1"), "run-1")
+        with pytest.raises(Gone, match="no server is ready"):
+            pool.wait_ready(0.5)
+        assert "/update_weights" not in servers[0].calls
+        servers[0].version = "run-1"
+        pool.wait_ready(5.0)
+
+
+def test_what_other_weights_sampled_is_sampled_anew(pool, servers):
+    """Another run gave the first server its own weights."""
+    begin(pool)
+    servers[0].version = "other-3"
+    for number in range(10):
+        pool.add(number, ask(number))
+    must_be_all(collect(pool, 10), 10)
+    assert pool.num_moved >= 1
+
+
+WRONG = {
+    "token": {"token_ids": [VOCABULARY] * 8, "logprobs": {"content": [{"token_id": VOCABULARY, "logprob": -1.0}] * 8}},
+    "token that is true": {"token_ids": [True], "logprobs": {"content": [{"token_id": True, "logprob": -1.0}]},
+                           "weight_versions": [{"version": "run-1", "start": 0, "end": 1}]},
+    "log-probs": {"logprobs": {"content": [{"token_id": token, "logprob": 0.5} for token in tokens_of(0, 8)]}},
+    "no log-probs": {"logprobs": None},
+    "versions": {"weight_versions": None},
+    "reason": {"finish_reason": "bored"},
+    "stop": {"finish_reason": "stop"},
+    "nothing": {"token_ids": [], "logprobs": {"content": []}, "weight_versions": []},
+    "long": {"token_ids": [9] * 9, "logprobs": {"content": [{"token_id": 9, "logprob": -1.0}] * 9},
+             "weight_versions": [{"version": "run-1", "start": 0, "end": 9}]},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_answer_is_never_taken(wrong, pool, servers):
+    begin(pool)
+    servers[0].says = WRONG[wrong]
+    pool.add(0, ask(0))
+    pool.add(1, ask(1))
+    must_be_all(collect(pool, 2), 2)
+
+
+@pytest.mark.parametrize("raw", [b"x" * (2 << 20), b"not json", b"[1]"])
+def test_an_answer_that_is_none_is_never_taken(raw, pool, servers):
+    begin(pool)
+    servers[0].raw = raw
+    pool.add(0, ask(0))
+    pool.add(1, ask(1))
+    must_be_all(collect(pool, 2), 2)
+
+
+def test_a_request_that_no_server_samples_ends_in_a_line(servers):
+    servers[0].says = {"finish_reason": "bored"}
+    for pool in pool_of([servers[0].url]):
+        begin(pool, 1)
+        pool.add(0, ask(0))
+        with pytest.raises(ServerError, match="failed 20 times.*finish reason 'bored'"):
+            collect(pool, 1, most_s=40.0)
+
+
+def test_aborted_requests_return_what_was_sampled(pool, servers):
+    begin(pool)
+    for server in servers:
+        server.delay_s = 30.0
+    for number in range(6):
+        pool.add(number, ask(number))
+    time.sleep(0.3)
+    parts = pool.abort({1, 2, 3, 77})
+    assert [number for number, _ in parts] == [1, 2, 3]
+    assert all(answer.tokens == tokens_of(n, 8)[:2] and answer.finish_reason == "abort" for n, answer in parts)
+    assert pool.open == {0, 4, 5}
+
+
+def test_an_abort_with_a_server_that_stands_still_loses_only_its_tokens(pool, servers, monkeypatch):
+    monkeypatch.setattr("common.servers.pool.ABORT_S", 1.0)
+    begin(pool)
+    for server in servers:
+        server.delay_s = 30.0
+    for number in range(6):
+        pool.add(number, ask(number))
+    time.sleep(0.3)
+    servers[0].stands_still = True
+    parts = pool.abort(set(range(6)))
+    assert len(parts) == 3 and not pool.open
+    for server in servers:
+        server.stands_still = False
+        server.delay_s = 0.0
+    pool.add(0, ask(0))
+    must_be_all(collect(pool, 1), 1)
+
+
+PROBLEMS = {
+    "dtype": ({"dtype": "torch.bfloat16"}, "its dtype is bfloat16, must be --policy.compute-dtype float32"),
+    "log-probs": ({"logprobs_mode": "raw_logprobs"}, "start it with --logprobs-mode processed_logprobs"),
+    "length": ({"max_model_len": 63}, "at most 63 tokens, must be 64"),
+}
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_a_server_that_cannot_be_used_is_refused_at_once(problem, servers):
+    changed, said = PROBLEMS[problem]
+    servers[0].model |= changed
+    for pool in pool_of([servers[0].url]):
+        with pytest.raises(Refused, match=said):
+            pool.wait_ready(10.0)
+
+
+def test_another_model_is_refused(servers):
+    servers[0].sizes["vocab_size"] = 101
+    for pool in pool_of([servers[0].url]):
+        with pytest.raises(Refused, match="vocab_size 101, --model has 100"):
+            pool.wait_ready(10.0)
+
+
+def test_weights_that_a_server_does_not_take_end_in_its_words(pool, servers):
+    for server in servers:
+        server.load_error = "checksums differ in 3 tensors"
+    pool.present(Path("/folder/1"), "run-1")
+    with pytest.raises(Refused, match="checksums differ in 3 tensors"):
+        pool.wait_ready(10.0)
+
+
+def test_a_server_joins_by_a_line_in_a_file(servers, tmp_path):
+    path = tmp_path / "servers.txt"
+    path.write_text(f"{servers[0].url}/\n")
+    pool = Pool(lambda: read_addresses([str(path)], ""), "", TIMEOUT_S, NEEDS, 64, True)
+    try:
+        begin(pool, 1)
+        path.write_text(f"{servers[0].url}\nhttp://10.1.1.1:80\n")  # no key: refused, and the first one stays
+        time.sleep(1.5)
+        assert pool.num_ready == 1
+        path.write_text(f"{servers[0].url}\n{servers[1].url}\n")
+        end = time.monotonic() + 10
+        while pool.num_ready < 2 and time.monotonic() < end:
+            time.sleep(0.05)
+        assert pool.num_ready == 2 and servers[1].version == "run-1"
+        path.write_text(f"{servers[1].url}\n")
+        time.sleep(1.5)
+        for number in range(4):
+            pool.add(number, ask(number))
+        must_be_all(collect(pool, 4), 4)
+        assert servers[0].generated == []
+    finally:
+        pool.close()
+
+
+REFUSED = {
+    "engine": (["http://127.0.0.1:1"], {"engine": "vllm"}, "--rollout.servers needs --rollout.engine server"),
+    "none": ([], {}, "--rollout.engine server needs --rollout.servers"),
+    "other machine": (["http://10.0.0.1:1"], {}, "is another machine.*--rollout.server-auth-env"),
+    "password": (["http://me:secret@127.0.0.1:1"], {}, "no password"),
+    "scheme": (["ftp://127.0.0.1:1"], {}, "must be http://host:port"),
+    "file": (["/nothing/here"], {}, "No such file"),
+    "timeout": (["http://127.0.0.1:1"], {"server_timeout_s": 0.0}, "--rollout.server-timeout-s 0 must be above 0"),
+    "key": (["http://127.0.0.1:1"], {"server_auth_env": "NOT_SET_ANYWHERE"}, "this environment variable is not set"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_flags_that_cannot_work_are_refused(case):
+    urls, others, said = REFUSED[case]
+    config = RolloutConfig(servers=tuple(urls), **{"engine": "server"} | others)
+    with pytest.raises(ValueError, match=said) as refused:
+        check_servers(config, config.engine)
+    assert "secret" not in str(refused.value)
+
+
+def test_servers_on_other_machines_need_a_folder_that_they_see(monkeypatch):
+    monkeypatch.setenv("SOME_KEY", "k")
+    config = RolloutConfig(engine="server", servers=("http://10.0.0.1:1",), server_auth_env="SOME_KEY")
+    with pytest.raises(ValueError, match="--rollout.server-weights must name a folder"):
+        check_servers(config, config.engine)
