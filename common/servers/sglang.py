@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from common.servers.client import Client, Refused
-from common.servers.dialect import Answer, Ask, Needs
+from common.servers.dialect import Answer, Ask, Needs, versions_of
 from common.servers.sglang_sums import checksums_of
 
 BYTES_OF_TOKEN = 512  # of an answer, at most
@@ -115,9 +115,7 @@ def answer_of(client: Client, found: dict[str, Any], is_filtered: bool) -> Answe
     logp = [value for value, *_ in entries]
     if is_filtered:  # `entries` are without the filters
         logp = meta["output_token_sampling_logprobs"]
-    versions: list[str] = []
-    for span in meta["weight_versions"]:
-        versions += [span["version"]] * (span["end"] - span["start"])
+    versions = versions_of(meta["weight_versions"], len(tokens))
     return Answer(tokens, logp, meta["finish_reason"]["type"], versions)
 
 
