@@ -1,6 +1,6 @@
 """Asks for the key on every path of vLLM's server, whose own --api-key guards only those of OpenAI's interface: anybody
-who reaches the others could load weights. tools.serve starts vLLM with `--middleware common.servers.guard.Guard`. SGLang
-guards all of its paths itself.
+who reaches the others could load weights. tools.serve starts vLLM with `--middleware common.servers.guard.Guard`.
+SGLang guards all of its paths itself.
 """
 
 import hmac

@@ -1,4 +1,4 @@
-"""Real servers that tests start as users do, by tools.serve: `with Served("sglang", model, folder, SGLANG_FLAGS) as served`."""
+"""Real servers that tests start as users do, by tools.serve: `with Served("sglang", model, folder) as served`."""
 
 import contextlib
 import os

@@ -174,8 +174,9 @@ def test_a_sync_gives_the_server_the_trainers_weights(loaded, model, tmp_path):
         return await running, count, await SGLang.version(client), await sample(client, config, 3)
 
     running, count, version, answer = asked(loaded, work)
-    held = asked(loaded, lambda client: client.call("/weights_checker", {"action": "checksum"}))["ranks"][0]["checksums"]
-    assert count == len(held) == 14  # 20 of transformers': queries, keys and values are one, gates and ups too
+    held = asked(loaded, lambda client: client.call("/weights_checker", {"action": "checksum"}))
+    # of 20 of transformers': queries, keys and values are one, gates and ups too
+    assert count == len(held["ranks"][0]["checksums"]) == 14
     assert running.finish_reason == "abort" and set(running.versions) == {"run-000000"}
     assert version == "run-000001" and set(answer.versions) == {"run-000001"}
     assert answer.logp == pytest.approx(expected_logp(model, answer.tokens, config), abs=2e-5)
@@ -236,7 +237,8 @@ def test_async_grpo_with_two(served, folder, small_train, tmp_path):  # noqa: F8
     """The second server has no seeds."""
     (tmp_path / "second").mkdir()
     with Served("sglang", folder, tmp_path / "second", SERVE) as second:
-        flags = ["--model", folder, "--train-data", small_train, *TRAIN, "--rollout.servers", *served.urls, *second.urls]
+        flags = ["--model", folder, "--train-data", small_train, *TRAIN]
+        flags += ["--rollout.servers", *served.urls, *second.urls]
         launch("async_grpo.py", *flags, "--samplers", "1", "--max-staleness", "0", "--run-dir", tmp_path / "run",
                ranks=2, warm=True, env={KEY_NAME: KEY})
     rows = steps_of(tmp_path / "run")

@@ -1,5 +1,5 @@
-"""With this folder in PYTHONPATH, `vllm serve` finds stand-ins for the packages of its server that are missing: for tests
-that start it by tools.serve."""
+"""With this folder in PYTHONPATH, vLLM's server finds stand-ins for its packages that are missing: for tests that start
+it by tools.serve."""
 
 import importlib.util
 from pathlib import Path
