@@ -17,14 +17,14 @@ from torch import Tensor
 
 from common.dataset.images import Images
 from common.engine.base import Engine, EngineSetup
-from common.engine.sync import Checksum
+from common.engine.sync import Checksum, as_numbers
 from common.engine.tail import Tail
-from common.engine.weight_folder import WeightFolder
 from common.flags.rollout import SamplingConfig
 from common.flags.servers import read_addresses
 from common.parallel.ranks import all_gather_objects, all_max, on_main
 from common.servers.client import ServerError
 from common.servers.dialect import Answer, Ask, Needs
+from common.servers.folder import WeightFolder
 from common.servers.pool import Pool
 from envs.runtime.response import Response
 from rewards.runtime.cleaner import own_folder
@@ -76,7 +76,8 @@ class ServerEngine(Engine):
             for _ in tensors:
                 pass
         else:
-            self.weights.write(tensors, sent)
+            self.weights.write(tensors)
+            self.weights.complete(as_numbers(sent))
             self._present(self.weights.folder, self.weights.name)
         held = on_main(self.world, lambda: (self.weights.folder, self.weights.name, self.pool.num_compared))
         if self.weights is None:

@@ -8,18 +8,18 @@ import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from common.servers.client import Client, Gone, Refused
 from common.servers.dialect import Answer, Ask, Needs, versions_of
 
 PREFIX = "generate-tokens-"  # of the engine's names for the requests of this route
 BYTES_OF_TOKEN = 512  # of an answer, at most
-EXTENSION = "common.engine.vllm_worker.Extension"
+EXTENSION = "tools.vllm_worker.Extension"
 
 
 class VLLM:
-    name = "vllm"
+    name: ClassVar[str] = "vllm"
 
     @staticmethod
     async def is_spoken(client: Client) -> bool:

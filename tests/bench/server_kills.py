@@ -4,8 +4,8 @@
 
 Two servers of vLLM sample for a tiny model in float32; one is in a network namespace of its own, which needs root.
 After a fault the other one samples alone for some steps; then the scoring of rewards waits until both are back, so
-that ten faults have room in few steps however long a server takes to start. The same runs with the engine in process are the measure: every
-response must have the same tokens, so none is lost, counted twice or of other weights.
+that ten faults have room in few steps however long a server takes to start. The same runs with the engine in process
+are the measure: every response must have the same tokens, so none is lost, counted twice or of other weights.
 """
 
 import contextlib

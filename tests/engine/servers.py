@@ -48,7 +48,7 @@ class VLLMServer:
         self.flags = {
             "dtype": dtype, "max-model-len": "1024", "max-num-seqs": "64", "max-num-batched-tokens": "2048",
             "block-size": "32", "logprobs-mode": "processed_logprobs", "load-format": "dummy",
-            "worker-extension-cls": "common.engine.vllm_worker.Extension",
+            "worker-extension-cls": "tools.vllm_worker.Extension",
             "weight-transfer-config": '{"backend": "folder"}',
         } | {name.replace("_", "-"): value for name, value in flags.items()}
         self.new_port()

@@ -10,11 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from common.engine.sync import checksum
-from common.engine.weight_folder import WeightFolder
 from common.flags.rollout import SamplingConfig
 from common.servers.client import Client, Refused
 from common.servers.dialect import Answer, Ask, Needs, check_answer
-from common.servers.pool import dialect_of
+from common.servers.folder import WeightFolder
+from common.servers.members import dialect_of
 from common.servers.sglang import SGLang, compare
 from tests.conftest import VOCAB, launch
 from tests.engine.served import KEY, KEY_NAME, SGLANG_FLAGS, Served, needs_sglang

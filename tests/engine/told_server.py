@@ -1,5 +1,5 @@
-"""A server that speaks vLLM's routes and does what a test tells it: die, stand still, forget its weights, answer wrongly.
-What is right on those routes is what the real server of `servers.py` does, in test_servers_of_vllm.py."""
+"""A server that speaks vLLM's routes and does what a test tells it: die, stand still, forget its weights, answer
+wrongly. What is right on those routes is what the real server of `servers.py` does, in test_servers_of_vllm.py."""
 
 import asyncio
 import threading
@@ -97,7 +97,7 @@ class ToldServer:
         return handler
 
     async def _info(self, request: web.Request) -> web.Response:
-        parallel = {"worker_extension_cls": "common.engine.vllm_worker.Extension"}
+        parallel = {"worker_extension_cls": "tools.vllm_worker.Extension"}
         config = {"model_config": self.model, "weight_transfer_config": {"backend": "folder"},
                   "parallel_config": parallel}
         return web.json_response({"vllm_config": config})

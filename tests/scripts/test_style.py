@@ -571,7 +571,7 @@ def test_an_import_circle_is_found():
 LAYERS = ["run", "evaluation", "training", "distillation", "rollouts", "curriculum", "episodes", "tracking",
           "checkpoint", "engine", "speculation", "dataset", "losses",
           "correction", "rollout", "optim", "memory", "model", "forward", "kernels", "packing", "prompts", "metrics",
-          "segments", "parallel", "batch", "layout", "source", "flags"]
+          "segments", "parallel", "batch", "layout", "source", "servers", "flags"]
 
 
 def unit_of(module: str) -> str:

@@ -9,8 +9,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from common.engine.sync import Checksum, as_numbers
-
 SHARD_BYTES = 2 << 30
 """Of a file: what the writer holds in the host's memory at a time."""
 CHECKSUMS = "checksums.json"
@@ -35,8 +33,8 @@ class WeightFolder:
         """Of the version, at the servers."""
         return f"{self.run}-{self.version:06d}"
 
-    def write(self, tensors: Iterator[tuple[str, Tensor]], sent: dict[str, Checksum]) -> None:
-        """Write the next version. `sent`: as for `Engine._load`."""
+    def write(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """Write the tensors of the next version."""
         self.version += 1
         folder = self.folder
         folder.mkdir(parents=True)
@@ -47,14 +45,18 @@ class WeightFolder:
             copy = tensor.detach().to("cpu", self.dtype, copy=True).contiguous()
             if shard and size + copy.nbytes > SHARD_BYTES:
                 place |= save_shard(folder, shard)
-                shard, size = {}, 0
+                shard = {}
+                size = 0
             shard[name] = copy
             size += copy.nbytes
         place |= save_shard(folder, shard)
         index = {"metadata": {}, "weight_map": place}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-        written = {"run": self.run, "version": self.version, "sums": as_numbers(sent)}
-        (folder / CHECKSUMS).write_text(json.dumps(written))
+
+    def complete(self, sums: dict[str, tuple[int, int]]) -> None:
+        """Write the checksums of its tensors, as `as_numbers` gives them."""
+        written = {"run": self.run, "version": self.version, "sums": sums}
+        (self.folder / CHECKSUMS).write_text(json.dumps(written))
 
     def remove_older(self) -> None:
         """Remove all versions but the last one: all servers that are there have it."""
@@ -73,10 +75,8 @@ def save_shard(folder: Path, shard: dict[str, Tensor]) -> dict[str, str]:
     return dict.fromkeys(shard, file)
 
 
-def read_checksums(folder: Path) -> tuple[str, int, dict[str, Checksum]]:
+def read_checksums(folder: Path) -> tuple[str, int, dict[str, tuple[int, int]]]:
     """The run, the version, and the checksum of each tensor that was written."""
     written = json.loads((folder / CHECKSUMS).read_text())
-    sums = {}
-    for name, (total, numel) in written["sums"].items():
-        sums[name] = torch.tensor(total, dtype=torch.float64), numel
+    sums = {name: (total, numel) for name, (total, numel) in written["sums"].items()}
     return written["run"], written["version"], sums

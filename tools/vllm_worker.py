@@ -1,7 +1,7 @@
 """Inside the workers of `vllm serve`: a weight transfer engine of vLLM's own factory that reads a shared folder.
 
-    VLLM_SERVER_DEV_MODE=1 PYTHONPATH=<this repository> vllm serve MODEL --logprobs-mode processed_logprobs --enable-scale-out \\
-        --worker-extension-cls common.engine.vllm_worker.Extension \\
+    VLLM_SERVER_DEV_MODE=1 PYTHONPATH=<this repository> vllm serve MODEL --enable-scale-out \\
+        --logprobs-mode processed_logprobs --worker-extension-cls tools.vllm_worker.Extension \\
         --weight-transfer-config '{"backend": "folder"}'
 
 It works on all devices, and compares the checksums that the trainer wrote beside the weights with those of what the
@@ -27,7 +27,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from common.engine.sync import differing, engine_name, held_checksums
 from common.engine.vllm_changes import pack_on_cpu, quantize_on_load, start_on_cpu, unpack_on_cpu
-from common.engine.weight_folder import read_checksums
+from common.servers.folder import read_checksums
 
 BACKEND = "folder"
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers")
@@ -57,7 +57,7 @@ class FolderInit(WeightTransferInitInfo):
 
 @dataclass
 class FolderUpdate(WeightTransferUpdateInfo):
-    folder: str  # of `weight_folder.WeightFolder`
+    folder: str  # of `folder.WeightFolder`
 
 
 class FolderEngine(WeightTransferEngine[FolderInit, FolderUpdate]):
@@ -91,7 +91,9 @@ class FolderEngine(WeightTransferEngine[FolderInit, FolderUpdate]):
         may be that a stopped server reads late, and if this model has other weights or then does not hold them."""
         folder = Path(update_info.folder)
         run, version, written = read_checksums(folder)
-        sent = {self.name_of(name): checksum for name, checksum in written.items()}
+        sent = {}
+        for name, (total, numel) in written.items():
+            sent[self.name_of(name)] = torch.tensor(total, dtype=torch.float64), numel
         if run == self.held[0] and version < self.held[1]:
             raise ValueError(f"weights of version {version} come after those of version {self.held[1]}")
         on_cpu = self.device.type == "cpu"

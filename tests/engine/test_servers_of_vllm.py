@@ -1,0 +1,177 @@
+"""A real server of vLLM on the CPU samples for grpo.py and async_grpo.py: the same tokens as the engine in process."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from common.engine.sync import as_numbers, checksum
+from common.flags.rollout import SamplingConfig
+from common.servers.client import Refused
+from common.servers.dialect import Ask, Needs
+from common.servers.folder import WeightFolder
+from common.servers.pool import Pool
+from tests.conftest import STOPS, VOCAB, launch
+from tests.engine.servers import KEY, VLLMServer, make_model
+from tests.scripts.test_supervised import metrics_of
+from tools import try_script
+
+pytestmark = [pytest.mark.engine, pytest.mark.sweep]
+FLAGS = [
+    "--prompts-per-step", "2", "--samples-per-prompt", "4", "--optim.lr", "1e-3", "--policy.compute-dtype", "float32",
+    "--data.max-prompt-length", "200", "--rollout.max-response-length", "16",
+    "--reward.function", f"{try_script.__file__}:compute_score", "--reward.num-workers", "0",
+    "--log.rollouts-every", "1", "--save.every", "0", "--save.hf", "never", *STOPS,
+]
+IN_PROCESS = ["--rollout.engine", "vllm", "--rollout.kv-cache-gb", "0.1"]
+SIZES = {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory, smollm) -> str:
+    return make_model(tmp_path_factory.mktemp("tiny_for_servers"))
+
+
+@pytest.fixture(scope="module")
+def server(model, tmp_path_factory):
+    os.environ[KEY] = "a key of this test"
+    server = VLLMServer(model, tmp_path_factory.mktemp("log") / "server.log").start().wait()
+    yield server
+    server.kill()
+    del os.environ[KEY]
+
+
+def flags_of(server: VLLMServer) -> list[str]:
+    return ["--rollout.engine", "server", "--rollout.servers", server.url, "--rollout.server-auth-env", KEY]
+
+
+def tokens_of(run_dir: Path, step: int) -> list[list[int]]:
+    return [row["tokens"] for row in pq.read_table(run_dir / f"rollouts/step_{step:06d}.parquet").to_pylist()]
+
+
+def must_be_the_same(ours: Path, theirs: Path, steps: int) -> None:
+    for step in range(1, steps + 1):
+        assert tokens_of(ours, step) == tokens_of(theirs, step)
+    for line, other in zip(metrics_of(ours), metrics_of(theirs), strict=True):
+        assert line["sync/num_checksums"] == other["sync/num_checksums"] == 20
+        assert line["training/rollout_probs_diff_mean"] == pytest.approx(other["training/rollout_probs_diff_mean"])
+        assert line["actor/grad_norm"] == other["actor/grad_norm"] > 0
+
+
+@pytest.mark.parametrize("extra", [[], ["--val-data", "train", "--eval-every", "1", "--eval-n", "1"]],
+                         ids=["steps", "validation"])
+def test_in_turn_a_server_samples_what_the_engine_in_process_does(extra, server, model, small_train, tmp_path):
+    extra = [small_train if flag == "train" else flag for flag in extra]
+    given = ["--model", model, "--train-data", small_train, *FLAGS, *extra, "--total-steps", "3"]
+    launch("grpo.py", *given, *flags_of(server), "--run-dir", tmp_path / "server")
+    launch("grpo.py", *given, *IN_PROCESS, "--run-dir", tmp_path / "own")
+    must_be_the_same(tmp_path / "server", tmp_path / "own", 3)
+
+
+def test_samplers_that_ask_a_server_make_the_rollouts_of_those_with_an_engine(server, model, small_train, tmp_path):
+    given = ["--model", model, "--train-data", small_train, *FLAGS, "--samplers", "1", "--correction.weights", "token",
+             "--total-steps", "4"]
+    launch("async_grpo.py", *given, *flags_of(server), "--run-dir", tmp_path / "server", ranks=2)
+    launch("async_grpo.py", *given, *IN_PROCESS, "--run-dir", tmp_path / "own", ranks=2)
+    must_be_the_same(tmp_path / "server", tmp_path / "own", 4)
+
+
+def test_groups_in_flight_are_continued(server, model, small_train, tmp_path):
+    """Their aborted requests come back with what was sampled."""
+    launch("grpo.py", "--model", model, "--train-data", small_train, *FLAGS, *flags_of(server), "--total-steps", "6",
+           "--rollout.in-flight", "2", "--correction.preset", "decoupled-token-is", "--rollout.max-response-length",
+           "200", "--rollout.max-num-seqs", "3", "--run-dir", tmp_path)
+    lines = metrics_of(tmp_path)
+    assert sum(line["rollout/carried_tokens"] for line in lines) > 0
+    assert all(line["training/rollout_probs_diff_mean"] < 1e-3 for line in lines)
+
+
+@pytest.fixture
+def pool(server):
+    needs = Needs("float32", 512, SIZES)
+    pool = Pool(lambda: [server.url], os.environ[KEY], 20.0, needs, 64, loads=True)
+    yield pool
+    pool.close()
+
+
+def weights_of(model: str, folder: Path, factor: float = 1.0, wrong: str = "") -> WeightFolder:
+    """The model's weights times a factor, whose checksums are those of the weights but for the `wrong` one."""
+    from safetensors.torch import load_file
+
+    tensors = {name: tensor * factor for name, tensor in load_file(Path(model) / "model.safetensors").items()}
+    weights = WeightFolder(folder, f"run_{folder.name}", torch.float32)
+    weights.write(iter(tensors.items()))
+    sums = as_numbers({name: checksum(tensor, torch.float32) for name, tensor in tensors.items()})
+    if wrong:
+        sums[wrong] = (sums[wrong][0] + 1, sums[wrong][1])
+    weights.complete(sums)
+    return weights
+
+
+def sample(pool: Pool, seed: int, count: int) -> None:
+    pool.add(seed, Ask(f"request-{seed}", [*range(5, 40)], seed, SamplingConfig(1.0, count), [2]))
+
+
+def take(pool: Pool, count: int) -> dict:
+    found = {}
+    end = time.monotonic() + 60
+    while len(found) < count and time.monotonic() < end:
+        found |= dict(pool.take(0.2))
+    return found
+
+
+def test_an_aborted_response_is_the_beginning_of_the_whole_one(pool, model, tmp_path):
+    weights = weights_of(model, tmp_path)
+    pool.present(weights.folder, weights.name)
+    pool.wait_ready(60.0)
+    for seed in range(6):
+        sample(pool, seed, 460)
+    time.sleep(0.7)
+    parts = dict(pool.abort(set(range(6))))
+    assert all(part.finish_reason == "abort" and 0 < len(part.tokens) < 460 for part in parts.values()), parts
+    assert len(parts) == 6
+    for seed in range(6):
+        sample(pool, seed, len(parts[seed].tokens))
+    for seed, whole in take(pool, 6).items():
+        assert whole.tokens == parts[seed].tokens
+        assert whole.logp == pytest.approx(parts[seed].logp, abs=1e-5)
+        assert set(whole.versions) == {weights.name}
+
+
+def test_weights_that_differ_from_their_checksums_are_refused_and_the_next_ones_taken(pool, model, tmp_path):
+    wrong = weights_of(model, tmp_path / "wrong", wrong="model.norm.weight")
+    pool.present(wrong.folder, wrong.name)
+    with pytest.raises(Refused, match=r"checksums differ.*in 1 tensors: model.norm.weight"):
+        pool.wait_ready(60.0)
+    other = weights_of(model, tmp_path / "other", factor=1.5)
+    pool.present(other.folder, other.name)
+    pool.wait_ready(60.0)
+    sample(pool, 1, 4)
+    assert set(take(pool, 1)[1].versions) == {other.name} and pool.num_compared == 20
+
+
+def test_older_weights_are_not_loaded_over_newer_ones(pool, model, tmp_path):
+    """As a request would that a stopped server reads late."""
+    weights = weights_of(model, tmp_path)
+    first = weights.folder
+    checksums = json.loads((first / "checksums.json").read_text())
+    pool.present(first, weights.name)
+    pool.wait_ready(60.0)
+    (first / "checksums.json").write_text(json.dumps(checksums | {"version": 7}))
+    pool.present(first, "seventh")
+    pool.wait_ready(60.0)
+    (first / "checksums.json").write_text(json.dumps(checksums | {"version": 6}))
+    pool.present(first, "sixth")
+    with pytest.raises(Refused, match=r"version 6 come after those of version 7"):
+        pool.wait_ready(60.0)
+
+
+def test_a_server_without_a_key_in_the_request_answers_nothing(server, model, small_train, tmp_path):
+    done = launch("grpo.py", "--model", model, "--train-data", small_train, *FLAGS, "--rollout.engine", "server",
+                  "--rollout.servers", server.url, "--rollout.server-timeout-s", "5", "--total-steps", "1",
+                  "--run-dir", tmp_path, check=False)
+    assert done.returncode != 0 and "status 401" in done.stdout + done.stderr
