@@ -65,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
     add("--tp", type=int, default=1, help="GPUs of one server")
     add("--servers", type=int, default=0, help="number of servers on a CPU; on GPUs it is --gpus / --tp")
     add("--host", default="127.0.0.1", help="address to listen on; any but loopback needs --auth-env")
-    add("--port", type=int, default=8100, help="of the first server; the others have the next ones")
+    add("--port", type=int, default=8000, help="of the first server; the others have the next ones")
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16",
         help="--policy.compute-dtype of the training run")
     add("--max-length", type=int, default=2048,
