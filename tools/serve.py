@@ -8,6 +8,7 @@ variable on both sides. Flags that are not known go to the server, after all oth
 """
 
 import argparse
+import http.client
 import json
 import os
 import secrets
@@ -29,6 +30,9 @@ ROOT = Path(__file__).resolve().parent.parent
 ASK_AGAIN_S = 0.5
 STOP_S = 20.0
 """Seconds that a server may take to end before it is killed."""
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+MOST_FAILED = 3
+"""Starts without an answer after which a server is left as it is."""
 
 
 def main() -> None:
@@ -127,6 +131,7 @@ class Server:
         self.process: subprocess.Popen | None = None
         self.key_file = ""  # which SGLang reads as it starts
         self.answers = False
+        self.num_failed = 0  # ends since it answered last
         host = socket.gethostname() if args.host in ("0.0.0.0", "::") else args.host
         self.url = f"http://{host}:{self.port}"
         self.own_url = f"http://{'127.0.0.1' if args.host == '0.0.0.0' else args.host}:{self.port}"
@@ -154,10 +159,12 @@ class Server:
         if self.answers:
             return False
         try:
-            with urllib.request.urlopen(f"{self.own_url}/health", timeout=5):
-                self.answers = True
-        except OSError:
+            with DIRECT.open(f"{self.own_url}/health", timeout=5):
+                pass
+        except (OSError, http.client.HTTPException):
             return False
+        self.answers = True
+        self.num_failed = 0
         self.remove_key()
         return True
 
@@ -263,7 +270,8 @@ def watch(servers: list[Server], args: argparse.Namespace) -> None:
                 server.end()
                 server.process = None
                 server.answers = False
-                if args.restart:
+                server.num_failed += 1
+                if args.restart and server.num_failed < MOST_FAILED:
                     server.start()
         if num_changed and args.addresses:
             write_addresses(Path(args.addresses), [server.url for server in servers if server.answers])

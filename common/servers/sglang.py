@@ -8,7 +8,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from common.servers.client import Client, Refused
 from common.servers.dialect import Answer, Ask, Needs, versions_of
@@ -23,7 +23,7 @@ after its filters."""
 
 
 class SGLang:
-    name = "sglang"
+    name: ClassVar[str] = "sglang"
 
     @staticmethod
     async def is_spoken(client: Client) -> bool:

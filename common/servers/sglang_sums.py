@@ -44,7 +44,7 @@ def parts_of(name: str) -> list[str]:
 def add(digest: "hashlib._Hash", name: str, file: Path) -> None:
     with safe_open(file, framework="pt") as opened:
         tensor: Tensor = opened.get_tensor(name)
-    digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+    digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
     if name.endswith(VOCABULARY):
         num_missing = -len(tensor) % ROWS
         digest.update(bytes(num_missing * tensor[0].nbytes))

@@ -113,13 +113,14 @@ def test_a_server_that_ends_is_said_and_started_again(engine, tmp_path):
         assert len(now & set(first.values())) == 1
 
 
-def test_no_server_left_is_the_end(engine, tmp_path):
+@pytest.mark.parametrize(("flags", "starts"), [((), 1), (("--restart",), 3)])
+def test_no_server_left_is_the_end(flags, starts, engine, tmp_path):
     (tmp_path / "fails").touch()
-    served = Served("vllm", "some/model", tmp_path, ("--python", engine), count=2)
+    served = Served("vllm", "some/model", tmp_path, ("--python", engine, *flags), count=2)
     served.start()
     assert served.process.wait(30) == 1
     said = served.said.read_text()
-    assert said.count("has ended with code 1") == 2 and "it cannot start" in said and "no server is left" in said
+    assert said.count("has ended with code 1") == 2 * starts and "it cannot start" in said and "no server is left" in said
 
 
 REFUSED = {
