@@ -91,6 +91,8 @@ class Command:
             engine[f"engine's cache, {AT_A_TIME} sequences"] = self.least_cache_gb()
         if rollout.engine == "hf":                                      # its weights are in the reserve of all phases
             engine = {"engine's activations": 0.0}
+        if rollout.engine == "server":                                  # on other GPUs
+            engine = {}
         # one unsharded tensor at a time, and the buffer of its gathering; on one rank a copy in another dtype
         largest = policy.itemsize * max(policy.head, policy.embedding) * min(policy.ranks, 2) / GIB
         scoring = max((self.scoring(model) for model in plan.trained), key=lambda parts: sum(parts.values()))
@@ -260,7 +262,7 @@ def report(command: Command, node: int) -> str:
         needed = sum(command.engine_alone().values()) + command.least_cache_gb()
         lines.append(f"engine   {given}its weights, activations and the cache of {AT_A_TIME} sequences take "
                      f"{needed:.1f}")
-    if command.fits() and command.args.rollout.engine == "hf":          # it has no cache of its own
+    if command.fits() and command.args.rollout.engine != "vllm":        # it has no cache of its own
         return "\n".join(lines)
     if command.fits():
         cache = command.cache_gb()

@@ -40,10 +40,17 @@ class Extension:
     model_runner: Any  # of vLLM's worker, whose base this becomes
     weight_transfer_engine: Any
 
-    def model_sizes(self) -> dict[str, int]:
-        """What tells one model from another: see `Needs.sizes`."""
-        config = self.model_runner.model_config.hf_text_config
-        return {name: getattr(config, name) for name in SIZES}
+    def describe(self) -> dict[str, Any]:
+        """What `common/servers/vllm.py` compares with the needs of training."""
+        config = self.model_runner.model_config
+        text = config.hf_text_config
+        return {
+            "logprobs_mode": str(config.logprobs_mode),
+            "dtype": str(config.dtype).removeprefix("torch."),
+            "max_model_len": config.max_model_len,
+            "transfer": None if self.weight_transfer_engine is None else self.weight_transfer_engine.config.backend,
+            "sizes": {name: getattr(text, name) for name in SIZES},
+        }
 
     def compared_tensors(self) -> dict[str, int]:
         """How many tensors were compared at the last update."""

@@ -139,7 +139,8 @@ class Engine:
                 on_finish(i, responses[i])
         unfinished = {i for i, response in enumerate(responses) if not response.finish_reason}
         for i, part in self.abort(unfinished):
-            responses[i].extend(part, finish_reason="")
+            reason = "" if part.finish_reason == "abort" else part.finish_reason  # a server's may have ended meanwhile
+            responses[i].extend(part, reason)
         return responses
 
     def _add_rest(self, number: int, request: Request, sampling: SamplingConfig) -> None:

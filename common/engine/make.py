@@ -93,10 +93,6 @@ def check_rollout(config: RolloutConfig, hf_config: PretrainedConfig, world: Wor
 
 def check_for_servers(config: RolloutConfig, hf_config: PretrainedConfig, router_replay: str) -> None:
     """Refuse what servers do not do here."""
-    own = changed_flags(config, "tp", "drafts", "extra", "gpu_memory_utilization", "kv_cache_gb", "enforce_eager")
-    if own:
-        raise ValueError(f"{' and '.join(own)} cannot act with --rollout.engine server: give the servers such flags "
-                         f"where they start")
     if router_replay == "rollout":
         raise ValueError("--policy.router-replay rollout does not go with --rollout.engine server: set it to old-logp")
     if config.episode and constrains():

@@ -31,6 +31,8 @@ from rewards.runtime.cleaner import own_folder
 
 AT_ONCE = 256
 """Requests that a server has from one rank at a time, without --rollout.max-num-seqs."""
+START_S = 60.0
+"""Least time in which a server must answer as the engine starts."""
 STEP_S = 0.2
 """Longest that `step` waits for a response: stop signals and the tools of episodes are looked for in between."""
 
@@ -60,11 +62,12 @@ class ServerEngine(Engine):
         self.last_ready = time.monotonic()
         error = ""
         try:
-            self.pool.wait_ready(config.server_timeout_s)
+            self.pool.wait_ready(max(config.server_timeout_s, START_S))
         except ServerError as raised:
             error = str(raised)
         for of_rank in all_gather_objects(error):
             if of_rank:
+                self.pool.close()
                 raise ValueError(f"--rollout.servers: {of_rank}")
         self.weights: WeightFolder | None = None
         if setup.world.rank == 0:

@@ -21,7 +21,7 @@ class SamplingConfig:
     """Sample from the k most likely tokens; 0: all. Above 0, training needs an importance weight."""
     stop: tuple[str, ...] = ()
     """Texts that end a response, besides the end token. The response keeps the tokens that spell it. Needs
-    --rollout.engine vllm."""
+    --rollout.engine vllm or server."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a response, besides the model's own end tokens."""
 
@@ -75,7 +75,7 @@ class RolloutConfig(ServerConfig, EpisodeConfig, SamplingConfig):
     in_flight: float = 1.0
     """Prompts in flight at once, as a multiple of --prompts-per-step (1 to 2). A step ends when --prompts-per-step
     groups are complete; the others continue in the next step. 1: a step waits for its longest response. Needs
-    --rollout.engine vllm and training."""
+    --rollout.engine vllm or server and training."""
     max_staleness: int = 4
     """Oldest a token may be when it is trained, in steps (weight syncs); the rollout waits for groups that would exceed
     it. 0: drop unfinished groups, which is oversampling and favours short responses. Needs --rollout.in-flight above
@@ -85,8 +85,9 @@ class RolloutConfig(ServerConfig, EpisodeConfig, SamplingConfig):
     token depends on the guesses; with --rollout.in-flight it depends on them which groups end first. Passes of many
     responses have none: at most 160 / (1 + drafts) responses. 0: none. Needs --rollout.engine vllm."""
     max_num_seqs: int = 0
-    """Maximum number of responses that one vLLM engine decodes at the same time. 0: all that it has in a step, from 256
-    up to vLLM's own limit for the card (1,024 from 70 GiB on). Only for --rollout.engine vllm or --rollout.episode."""
+    """Maximum number of responses that one vLLM engine decodes at the same time, or that a rank asks one server for. 0:
+    all that it has in a step, from 256 up to vLLM's own limit for the card (1,024 from 70 GiB on); 256 of a server.
+    Only for --rollout.engine vllm or server or --rollout.episode."""
     tp: int = 1
     """Tensor-parallel ranks per engine. There are world size / tp engines. Needs --rollout.engine vllm."""
     gpu_memory_utilization: float = 0.0

@@ -3,7 +3,7 @@
 import ipaddress
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -71,11 +71,8 @@ def read_addresses(given: Sequence[str], auth_env: str) -> list[str]:
 
 
 def check_servers(config: ServerConfig, engine: str) -> None:
-    """Raises ValueError for flags of servers that cannot work, or without --rollout.engine server."""
+    """Raises ValueError for flags of servers that cannot work."""
     if engine != "server":
-        for flag in fields(ServerConfig):
-            if getattr(config, flag.name) != flag.default:
-                raise ValueError(f"--rollout.{flag.name.replace('_', '-')} needs --rollout.engine server")
         return
     if not config.servers:
         raise ValueError("--rollout.engine server needs --rollout.servers http://host:port ...")

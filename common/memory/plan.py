@@ -102,7 +102,7 @@ class MemoryPlan:
         if "reward_model" in given and args.reward_model.path:
             config = check_reward_model(args.reward_model, policy, longest)
             self.reward_model_gb = Model(config, policy, ranks, AutoModel).frozen_gb
-        if not args.rollout.enforce_eager:
+        if not args.rollout.enforce_eager and args.rollout.engine != "server":
             self.reserved_gb += GRAPHS_GB
         if args.rollout.engine == "hf":                                 # its weights stay on the GPU
             self.reserved_gb += self.policy.itemsize * self.policy.all / GIB

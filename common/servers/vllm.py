@@ -1,7 +1,7 @@
 """vLLM's server, from 0.32 on, started with VLLM_SERVER_DEV_MODE=1: its routes for training are there only then.
 
 Of vLLM 0.32: vllm/entrypoints/rl/online/api_router.py (weights), .../scale_out/token_in_token_out (generate), and
-.../serve/dev (server_info, reset_prefix_cache).
+.../serve/dev (collective_rpc, reset_prefix_cache).
 """
 
 import contextlib
@@ -10,12 +10,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from common.servers.client import Client, Gone, Refused
+from common.servers.client import Client, Gone, Refused, ServerError
 from common.servers.dialect import Answer, Ask, Needs, versions_of
 
 PREFIX = "generate-tokens-"  # of the engine's names for the requests of this route
 BYTES_OF_TOKEN = 512  # of an answer, at most
 EXTENSION = "tools.vllm_worker.Extension"
+START = {
+    403: "--enable-scale-out",
+    404: "VLLM_SERVER_DEV_MODE=1 in its environment",
+    500: f"""--worker-extension-cls {EXTENSION} --weight-transfer-config '{{"backend": "folder"}}'""",
+}
+"""What a server was not started with that answers with this status."""
 
 
 class VLLM:
@@ -32,34 +38,30 @@ class VLLM:
     @staticmethod
     async def problems(client: Client, needs: Needs) -> list[str]:
         try:
-            info = await client.call("/server_info?config_format=json")
-        except Refused as error:
-            return [f"{error}; start it with VLLM_SERVER_DEV_MODE=1, as tools.serve does"]
-        config = info["vllm_config"]
-        model = config["model_config"]
-        found = []
-        if model["logprobs_mode"] != "processed_logprobs":
-            found.append(f"its log-probs are {model['logprobs_mode']}, not those of what it samples from: start it "
-                         f"with --logprobs-mode processed_logprobs")
-        dtype = str(model["dtype"]).removeprefix("torch.")
-        if dtype != needs.dtype:
-            found.append(f"its dtype is {dtype}, must be --policy.compute-dtype {needs.dtype}: start it with --dtype "
-                         f"{needs.dtype}")
-        if model["max_model_len"] < needs.max_length:
-            found.append(f"its sequences have at most {model['max_model_len']} tokens, must be {needs.max_length} "
-                         f"(--data.max-prompt-length and --rollout.max-response-length): start it with "
-                         f"--max-model-len {needs.max_length}")
-        transfer = config["weight_transfer_config"] or {}
-        if transfer.get("backend") != "folder" or config["parallel_config"]["worker_extension_cls"] != EXTENSION:
-            found.append(f"it does not load weights from a folder: start it with --worker-extension-cls {EXTENSION} "
-                         """--weight-transfer-config '{"backend": "folder"}', as tools.serve does""")
-            return found
-        of_workers = await client.call("/collective_rpc", {"method": "model_sizes"})
-        sizes = of_workers["results"][0]
+            await client.call("/inference/v1/abort_requests", {"request_ids": []})
+            [found, *_] = (await client.call("/collective_rpc", {"method": "describe"}))["results"]
+        except ServerError as error:
+            flag = START.get(error.status)
+            if flag is None:
+                raise
+            return [f"{error}; start it with {flag}, as tools.serve does"]
+        problems = []
+        if found["transfer"] != "folder":
+            problems.append(f"it does not load weights from a folder: start it with {START[500]}")
+        if found["logprobs_mode"] != "processed_logprobs":
+            problems.append(f"its log-probs are {found['logprobs_mode']}, not those of what it samples from: start it "
+                            f"with --logprobs-mode processed_logprobs")
+        if found["dtype"] != needs.dtype:
+            problems.append(f"its dtype is {found['dtype']}, must be --policy.compute-dtype {needs.dtype}: start it "
+                            f"with --dtype {needs.dtype}")
+        if found["max_model_len"] < needs.max_length:
+            problems.append(f"its sequences have at most {found['max_model_len']} tokens, must be {needs.max_length} "
+                            f"(--data.max-prompt-length and --rollout.max-response-length): start it with "
+                            f"--max-model-len {needs.max_length}")
         for name, expected in needs.sizes.items():
-            if sizes[name] != expected:
-                found.append(f"its model has {name} {sizes[name]}, --model has {expected}: serve that")
-        return found
+            if found["sizes"][name] != expected:
+                problems.append(f"its model has {name} {found['sizes'][name]}, --model has {expected}: serve that")
+        return problems
 
     @staticmethod
     async def version(client: Client) -> str:

@@ -17,7 +17,7 @@ FLAGS = {
     "rewards": ["--samples", "1024", "--gen-s", "30"], "checkpoint": [], "sync": [], "rollout": [], "episodes": [],
     "endpoint": [], "slow_tool": [], "async": [], "loading": [], "in_flight": [], "update": [], "scale": [], "step": [],
     "sft": [], "stored": [], "growth": ["--picture", "tests/evidence/scale.png"], "many_ranks": [],
-    "states": [], "decode": [], "prefixes": [],
+    "states": [], "decode": [], "prefixes": [], "servers": [],
 }
 
 

@@ -30,8 +30,8 @@ ALONE = 2
 """Steps after a fault before the run waits."""
 WAIT = "PLAINRL_KILLS_WAIT"
 """Environment variable with a file: while it is there, no reward is given."""
-TIMEOUT_S = 4
-OUTAGE_S = 12
+TIMEOUT_S = 6
+OUTAGE_S = 14
 NAMESPACE = "plainrl_kills"
 OUTSIDE, INSIDE = "10.77.3.1", "10.77.3.2"
 FLAGS = [

@@ -1,16 +1,28 @@
 """The pool of servers: whatever they do, each request has one answer, of the present weights."""
 
+import threading
 import time
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig
 
+from common.engine.base import EngineSetup, Request
+from common.engine.make import make_engine
+from common.flags.model import ModelConfig
 from common.flags.rollout import RolloutConfig, SamplingConfig
 from common.flags.servers import check_servers, read_addresses
+from common.prompts import Prompt
 from common.servers.client import Gone, Refused, ServerError
 from common.servers.dialect import Answer, Ask, Needs
+from common.servers.folder import read_checksums
 from common.servers.pool import Pool
 from tests.engine.told_server import SIZES, VOCABULARY, ToldServer, tokens_of
+from tests.gpu.check_engine import random_policy
 
 TIMEOUT_S = 1.0
 NEEDS = Needs("float32", 64, SIZES)
@@ -215,8 +227,9 @@ def test_an_abort_with_a_server_that_stands_still_loses_only_its_tokens(pool, se
 
 
 PROBLEMS = {
-    "dtype": ({"dtype": "torch.bfloat16"}, "its dtype is bfloat16, must be --policy.compute-dtype float32"),
+    "dtype": ({"dtype": "bfloat16"}, "its dtype is bfloat16, must be --policy.compute-dtype float32"),
     "log-probs": ({"logprobs_mode": "raw_logprobs"}, "start it with --logprobs-mode processed_logprobs"),
+    "no folder": ({"transfer": "nccl"}, "start it with --worker-extension-cls tools.vllm_worker.Extension"),
     "length": ({"max_model_len": 63}, "at most 63 tokens, must be 64"),
 }
 
@@ -270,7 +283,6 @@ def test_a_server_joins_by_a_line_in_a_file(servers, tmp_path):
 
 
 REFUSED = {
-    "engine": (["http://127.0.0.1:1"], {"engine": "vllm"}, "--rollout.servers needs --rollout.engine server"),
     "none": ([], {}, "--rollout.engine server needs --rollout.servers"),
     "other machine": (["http://10.0.0.1:1"], {}, "is another machine.*--rollout.server-auth-env"),
     "password": (["http://me:secret@127.0.0.1:1"], {}, "no password"),
@@ -295,3 +307,81 @@ def test_servers_on_other_machines_need_a_folder_that_they_see(monkeypatch):
     config = RolloutConfig(engine="server", servers=("http://10.0.0.1:1",), server_auth_env="SOME_KEY")
     with pytest.raises(ValueError, match=r"--rollout.server-weights must name a folder"):
         check_servers(config, config.engine)
+
+
+@pytest.fixture
+def engine(servers, world, tiny_llama):
+    config = AutoConfig.from_pretrained(tiny_llama)
+    for server in servers:
+        server.sizes = {name: getattr(config, name) for name in SIZES}
+    rollout = RolloutConfig(engine="server", servers=tuple(server.url for server in servers), max_response_length=8,
+                            server_timeout_s=TIMEOUT_S, max_probe_diff=0.0)
+    brief = replace(world, timeout=timedelta(seconds=300 + 3))  # as --save.timeout-s 3
+    setup = EngineSetup(tiny_llama, config, rollout, ModelConfig(compute_dtype="bfloat16"), brief, [[1, 2, 3]], [2], 64,
+                        0)
+    for server in servers:
+        server.model["dtype"] = "bfloat16"
+    engine = make_engine(setup)
+    yield engine
+    engine.close()
+
+
+def requests(count: int) -> list[Request]:
+    return [Request(Prompt([5, 6, 7], "", "", {}, []), seed) for seed in range(count)]
+
+
+def test_the_engine_writes_weights_whose_checksums_are_theirs(engine, servers, world, tiny_llama):
+    policy = random_policy(AutoConfig.from_pretrained(tiny_llama), world)
+    metrics = engine.wake(policy)
+    assert metrics["sync/num_checksums"] == 3                       # of the told servers
+    folder = engine.weights.folder
+    run, version, sums = read_checksums(folder)
+    written = {}
+    for file in folder.glob("*.safetensors"):
+        written |= load_file(file)
+    expected = {name: tensor.bfloat16() for name, tensor in policy.full_tensors(None)}
+    assert written.keys() == expected.keys() == sums.keys() and version == 0
+    for name, tensor in expected.items():
+        assert written[name].equal(tensor)
+        bits = tensor.reshape(-1).view(torch.int16).to(torch.int64)
+        assert sums[name] == (bits.sum().item(), tensor.numel())
+    assert all(server.version == f"{run}-000000" for server in servers)
+    engine.sleep()
+    engine.wake(policy)
+    assert [path.name for path in folder.parent.iterdir()] == ["000001"]
+    responses = engine.complete(requests(6), SamplingConfig(1.0, 8))
+    assert [response.tokens for response in responses] == [tokens_of(seed, 8) for seed in range(6)]
+    assert all(response.finish_reason == "length" for response in responses)
+    assert engine.measured()["servers/ready"] == 2
+
+
+def test_without_a_server_left_a_rollout_ends_in_a_line(engine, servers, world, tiny_llama):
+    engine.wake(random_policy(AutoConfig.from_pretrained(tiny_llama), world))
+    for server in servers:
+        server.delay_s = 1.0
+    killer = threading.Timer(0.3, lambda: [server.kill() for server in servers])
+    killer.start()
+    with pytest.raises(RuntimeError, match=r"no server is left for 3 s \(--save.timeout-s\): server http"):
+        engine.complete(requests(6), SamplingConfig(1.0, 8))
+    killer.join()
+
+
+def test_a_sync_without_a_server_ends_in_a_line(engine, servers, world, tiny_llama):
+    for server in servers:
+        server.kill()
+    with pytest.raises(RuntimeError, match=r"weight sync: no server is ready after 3 s: server http"):
+        engine.wake(random_policy(AutoConfig.from_pretrained(tiny_llama), world))
+
+
+def test_what_ends_while_it_is_aborted_is_not_continued(engine, servers, world, tiny_llama, monkeypatch):
+    """`complete` keeps its reason; an episode, which continues all that is aborted, samples its last token again."""
+    engine.wake(random_policy(AutoConfig.from_pretrained(tiny_llama), world))
+    ended = Answer([10, 11, 2], [-1.0] * 3, "stop", ["run-1"] * 3)
+    monkeypatch.setattr(engine.pool, "abort", lambda numbers: [(0, ended)])
+    monkeypatch.setattr(engine.pool, "take", lambda wait_s: [])
+    [response] = engine.complete(requests(1), SamplingConfig(1.0, 8), stop=iter([False, True]).__next__)
+    assert (response.tokens, response.finish_reason) == ([10, 11, 2], "stop")
+    engine.config = replace(engine.config, episode="some.py:episode")
+    [(_, part)] = engine.abort({0})
+    assert (part.tokens, part.finish_reason) == ([10, 11], "")
+    engine.pool.open.clear()

@@ -25,7 +25,7 @@ class ToldServer:
         self.stands_still = False
         self.says: dict[str, Any] = {}  # entries of a choice that are answered instead
         self.raw: bytes | None = None  # instead of an answer
-        self.model = {"logprobs_mode": "processed_logprobs", "dtype": "torch.float32", "max_model_len": 64}
+        self.model = {"logprobs_mode": "processed_logprobs", "dtype": "float32", "max_model_len": 64}
         self.sizes = dict(SIZES)
         self.load_error = ""
         self.aborted: dict[str, asyncio.Event] = {}
@@ -48,7 +48,6 @@ class ToldServer:
         app = web.Application(middlewares=[self._before])
         app.add_routes([
             web.get("/version", self._simple({"version": "0.32.0"})),
-            web.get("/server_info", self._info),
             web.get("/weight_info", self._weight_info),
             web.post("/collective_rpc", self._rpc),
             web.post("/update_weights", self._update),
@@ -96,15 +95,10 @@ class ToldServer:
 
         return handler
 
-    async def _info(self, request: web.Request) -> web.Response:
-        parallel = {"worker_extension_cls": "tools.vllm_worker.Extension"}
-        config = {"model_config": self.model, "weight_transfer_config": {"backend": "folder"},
-                  "parallel_config": parallel}
-        return web.json_response({"vllm_config": config})
-
     async def _rpc(self, request: web.Request) -> web.Response:
         method = (await request.json())["method"]
-        return web.json_response({"results": [self.sizes if method == "model_sizes" else {"count": 3}]})
+        answer = {"transfer": "folder", "sizes": self.sizes} | self.model if method == "describe" else {"count": 3}
+        return web.json_response({"results": [answer]})
 
     async def _weight_info(self, request: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.version})
