@@ -61,25 +61,26 @@ def main() -> None:
 def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(prog="python -m tools.serve", description=__doc__,
                                     formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    add = found.add_argument
-    add("--model", required=True, help="--model of the training run: its config and tokenizer")
-    add("--engine", choices=("vllm", "sglang"), default="vllm")
-    add("--python", default=sys.executable, help="Python of the environment that has the engine")
-    add("--gpus", type=int, default=0, help="GPUs to use, of those in CUDA_VISIBLE_DEVICES; 0: the CPU")
-    add("--tp", type=int, default=1, help="GPUs of one server")
-    add("--servers", type=int, default=0, help="number of servers on a CPU; on GPUs it is --gpus / --tp")
-    add("--host", default="127.0.0.1", help="address to listen on; any but loopback needs --auth-env")
-    add("--port", type=int, default=8000, help="of the first server; the others have the next ones")
-    add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16",
-        help="--policy.compute-dtype of the training run")
-    add("--max-length", type=int, default=2048,
-        help="tokens of prompt and response: --data.max-prompt-length and --rollout.max-response-length")
-    add("--max-num-seqs", type=int, default=256, help="responses that a server decodes at the same time")
-    add("--seeds", action="store_true", help="SGLang: responses follow from their seeds (vLLM's always do); slower")
-    add("--auth-env", default="", help="environment variable that holds the key that requests must have")
-    add("--addresses", default="", help="file for the addresses of the servers that answer, for --rollout.servers FILE")
-    add("--logs", default="runs/servers", help="folder for what the servers print")
-    add("--restart", action="store_true", help="start a server again that has ended")
+    found.add_argument("--model", required=True, help="--model of the training run: its config and tokenizer")
+    found.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
+    found.add_argument("--python", default=sys.executable, help="Python of the environment that has the engine")
+    found.add_argument("--gpus", type=int, default=0, help="GPUs to use, of those in CUDA_VISIBLE_DEVICES; 0: the CPU")
+    found.add_argument("--tp", type=int, default=1, help="GPUs of one server")
+    found.add_argument("--servers", type=int, default=0, help="number of servers on a CPU; on GPUs it is --gpus / --tp")
+    found.add_argument("--host", default="127.0.0.1", help="address to listen on; any but loopback needs --auth-env")
+    found.add_argument("--port", type=int, default=8000, help="of the first server; the others have the next ones")
+    found.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16",
+                       help="--policy.compute-dtype of the training run")
+    found.add_argument("--max-length", type=int, default=2048,
+                       help="tokens of prompt and response: --data.max-prompt-length and --rollout.max-response-length")
+    found.add_argument("--max-num-seqs", type=int, default=256, help="responses that a server decodes at the same time")
+    found.add_argument("--seeds", action="store_true",
+                       help="SGLang: responses follow from their seeds, as vLLM's always do; slower")
+    found.add_argument("--auth-env", default="", help="environment variable that holds the key that requests must have")
+    found.add_argument("--addresses", default="",
+                       help="file for the addresses of the servers that answer, for --rollout.servers FILE")
+    found.add_argument("--logs", default="runs/servers", help="folder for what the servers print")
+    found.add_argument("--restart", action="store_true", help="start a server again that has ended")
     return found
 
 
