@@ -6,13 +6,14 @@ import json
 import pickle
 import time
 import tracemalloc
+from itertools import pairwise
 
 import pytest
 
 from common.flags.rollout import SamplingConfig
 from common.flags.servers import check_address, is_loopback
 from common.servers.client import Client, Gone, Refused, ServerError
-from common.servers.dialect import Ask, check_answer
+from common.servers.dialect import Ask, check_answer, versions_of
 from common.servers.guard import KEY, Guard
 from common.servers.sglang import SGLang
 from common.servers.vllm import VLLM
@@ -215,6 +216,15 @@ def test_a_response_that_cannot_be_one_is_refused(wrong):
     answered(http(json.dumps(GOOD).encode()), work)
     with pytest.raises(Refused):
         answered(http(json.dumps(WRONG[wrong]).encode()), work)
+
+
+def test_spans_of_versions_are_no_longer_than_the_tokens():
+    def spans(*ends):
+        return [{"version": f"v{i}", "start": a, "end": b} for i, (a, b) in enumerate(pairwise(ends))]
+
+    assert versions_of(spans(0, 2, 3), 3) == ["v0", "v0", "v1"]
+    assert len(versions_of(spans(0, 2, 10**6), 3)) == 4  # one too many, which `check_answer` refuses
+    assert versions_of(spans(0, 5, 2), 5) == ["v0"] * 5
 
 
 @pytest.mark.parametrize("dialect", [VLLM, SGLang])
