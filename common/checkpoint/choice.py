@@ -15,7 +15,7 @@ NOT_COMPARED = {"dtype", "torch_dtype", "transformers_version", "_name_or_path",
 MAY_CHANGE = re.compile(
     "--(save|log|offload|policy.(gradient|share|replicas|sequence)|run-dir|model |"
     "reward.(num-workers|concurrency|timeout)|data|train-data|val-data|eval|total-|max-tokens-per-gpu|samplers|"
-    "rollout.(drafts|max-num-seqs|tp|gpu-memory|kv-cache|enforce|val-top|max-probe|extra))"
+    "rollout.(drafts|max-num-seqs|tp|gpu-memory|kv-cache|enforce|val-top|max-probe|extra|server))"
 )
 """Flags that change where and how fast a run computes, how long it goes on and what it reports, but not its steps."""
 

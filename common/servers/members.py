@@ -24,6 +24,8 @@ ASK_AGAIN_S = 1.0
 """Between two questions of a keeper."""
 MOST_FAILURES = 8
 """Of one request, at servers that are there: no server can sample it."""
+UNEXPECTED = (LookupError, TypeError, ValueError, AttributeError)
+"""What reading an answer raises that is not as the dialect has it."""
 ABORT_S = 10.0
 """Seconds for which an abort waits for what was sampled."""
 
@@ -77,6 +79,9 @@ class Members:
                 if url not in keepers:
                     self.servers[url] = Server(Client(url, self.key, self.timeout_s))
                     keepers[url] = asyncio.create_task(self._keep(self.servers[url]))
+            for keeper in keepers.values():
+                if keeper.done():
+                    keeper.result()  # raises what ended it, a fault of this program
             for url in keepers.keys() - set(urls):
                 keepers.pop(url).cancel()
                 server = self.servers.pop(url)
@@ -90,7 +95,7 @@ class Members:
                 await self._check(server)
             except ServerError as error:
                 self._lose(server, error)
-            except (KeyError, TypeError, ValueError) as error:  # an answer that the dialect does not know
+            except UNEXPECTED as error:
                 self._lose(server, Refused(server.client.line(f"answered otherwise than expected: {error!r}")))
             pause_s = ASK_AGAIN_S
             if not server.is_ready and not server.trouble:
@@ -104,23 +109,24 @@ class Members:
     async def _check(self, server: Server) -> None:
         """Find out what the server speaks and holds, and give it what it must hold."""
         client = server.client
-        if server.dialect is None:
-            server.dialect = await dialect_of(client)
-            problems = await server.dialect.problems(client, self.needs)
+        dialect = server.dialect  # a request that fails meanwhile makes it None
+        if dialect is None:
+            dialect = await dialect_of(client)
+            problems = await dialect.problems(client, self.needs)
             if problems:
-                server.dialect = None
                 raise Refused(client.line("; ".join(problems)))
         version = self.version
-        held = await server.dialect.version(client)
+        held = await dialect.version(client)
         if version and held != version:
             server.is_ready = False
             if not self.loads:
                 return
-            self.num_compared = await server.dialect.load(client, self.folder, version)
-            held = await server.dialect.version(client)
+            self.num_compared = await dialect.load(client, self.folder, version)
+            held = await dialect.version(client)
             if held != version:
                 raise Gone(client.line(f"it was given the weights {version} and holds {held}: does another run use "
                                        f"this server?"))
+        server.dialect = dialect
         server.trouble = ""
         server.was_refused = False
         if version == self.version:
@@ -166,7 +172,10 @@ class Members:
         try:
             answer = await server.dialect.generate(client, ask)
             check_answer(client, ask, answer, self.needs.sizes["vocab_size"])
-        except ServerError as error:
+        except (ServerError, *UNEXPECTED) as raised:
+            error = raised
+            if not isinstance(error, ServerError):
+                error = Refused(client.line(f"answered otherwise than expected: {error!r}"))
             # the server's own end shows at once in all that it was asked for; a keeper finds out what it is
             server.running.pop(number)
             self._again(number, ask, error)
@@ -221,6 +230,9 @@ class Members:
         self.version = version
         for server in self.servers.values():
             server.is_ready = False
+            if server.was_refused:  # it may take these
+                server.trouble = ""
+                server.was_refused = False
         self._wake_keepers()
 
     def _wake_keepers(self) -> None:

@@ -29,7 +29,7 @@ class Pool:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, name="servers", daemon=True)
         self.thread.start()
-        self._submit(self.members.watch())
+        self.watching = self._submit(self.members.watch())
 
     def add(self, number: int, ask: Ask) -> None:
         self.open.add(number)
@@ -38,6 +38,7 @@ class Pool:
     def take(self, wait_s: float) -> list[tuple[int, Answer]]:
         """The responses that have ended, waiting at most so long for the first. Raises ServerError for a request that
         no server samples."""
+        self._must_watch()
         taken = []
         try:
             found = self.members.ended.get(timeout=wait_s)
@@ -79,6 +80,7 @@ class Pool:
         start = time.monotonic()
         most_others_s = None
         while True:
+            self._must_watch()
             servers = list(self.members.servers.values())
             seconds = time.monotonic() - start
             pending = [server for server in servers if not server.is_ready and not server.trouble]
@@ -121,6 +123,11 @@ class Pool:
         self._submit(self.members.close()).result(timeout=10)
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(timeout=10)
+
+    def _must_watch(self) -> None:
+        """Raises what ended the other thread's work, if something did."""
+        if self.watching.done():
+            self.watching.result()
 
     def _submit(self, work: Coroutine) -> Future:
         return asyncio.run_coroutine_threadsafe(work, self.loop)

@@ -1,11 +1,13 @@
 """The pool of servers: whatever they do, each request has one answer, of the present weights."""
 
+import json
 import threading
 import time
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -16,13 +18,17 @@ from common.engine.make import make_engine
 from common.flags.model import ModelConfig
 from common.flags.rollout import RolloutConfig, SamplingConfig
 from common.flags.servers import check_servers, read_addresses
+from common.parallel.ranks import seed_of
 from common.prompts import Prompt
 from common.servers.client import Gone, Refused, ServerError
 from common.servers.dialect import Answer, Ask, Needs
 from common.servers.folder import read_checksums
 from common.servers.pool import Pool
+from tests.conftest import launch
 from tests.engine.told_server import SIZES, VOCABULARY, ToldServer, tokens_of
 from tests.gpu.check_engine import random_policy
+from tests.scripts.test_supervised import metrics_of
+from tools import try_script
 
 TIMEOUT_S = 1.0
 NEEDS = Needs("float32", 64, SIZES)
@@ -258,6 +264,35 @@ def test_weights_that_a_server_does_not_take_end_in_its_words(pool, servers):
         pool.wait_ready(10.0)
 
 
+def test_weights_that_are_refused_do_not_stand_for_the_next_ones(pool, servers):
+    for server in servers:
+        server.load_error = "checksums differ in 3 tensors"
+    pool.present(Path("/folder/1"), "run-0")
+    with pytest.raises(Refused):
+        pool.wait_ready(10.0)
+    for server in servers:
+        server.load_error = ""
+    begin(pool)
+
+
+@pytest.mark.parametrize("answer", [{"choices": 3}, {"choices": [{"token_ids": 3, "logprobs": 4}]}, None, [[]]])
+def test_an_answer_of_another_form_is_never_taken(answer, pool, servers):
+    begin(pool)
+    servers[0].raw = json.dumps(answer).encode()
+    pool.add(0, ask(0))
+    pool.add(1, ask(1))
+    must_be_all(collect(pool, 2), 2)
+
+
+def test_a_fault_of_the_other_thread_is_raised_in_the_trainers(pool, monkeypatch):
+    async def faulty(self, server):
+        raise ZeroDivisionError("a fault")
+
+    monkeypatch.setattr("common.servers.members.Members._check", faulty)
+    with pytest.raises(ZeroDivisionError, match="a fault"):
+        collect(pool, 1, most_s=5.0)
+
+
 def test_a_server_joins_by_a_line_in_a_file(servers, tmp_path):
     path = tmp_path / "servers.txt"
     path.write_text(f"{servers[0].url}/\n")
@@ -385,3 +420,40 @@ def test_what_ends_while_it_is_aborted_is_not_continued(engine, servers, world, 
     [(_, part)] = engine.abort({0})
     assert (part.tokens, part.finish_reason) == ([10, 11], "")
     engine.pool.open.clear()
+
+
+def test_a_run_goes_on_with_the_server_that_is_left(servers, tiny_llama, small_train, tmp_path):
+    """The script as users start it. Each response is the told one of its seed: none is lost, and none is counted
+    twice."""
+    config = AutoConfig.from_pretrained(tiny_llama)
+    for server in servers:
+        server.sizes = {name: getattr(config, name) for name in SIZES}
+        server.model["max_model_len"] = 1024
+        server.delay_s = 0.3
+
+    def kill_in_second_step():
+        while len(servers[0].generated) + len(servers[1].generated) < 8 + 5 and not ended.is_set():
+            time.sleep(0.01)
+        servers[0].kill()
+
+    ended = threading.Event()
+    killer = threading.Thread(target=kill_in_second_step)
+    killer.start()
+    try:
+        launch("grpo.py", "--model", tiny_llama, "--train-data", small_train, "--policy.compute-dtype", "float32",
+               "--prompts-per-step", "2", "--samples-per-prompt", "4", "--data.max-prompt-length", "200",
+               "--rollout.max-response-length", "8", "--reward.function", f"{try_script.__file__}:compute_score",
+               "--reward.num-workers", "0", "--save.every", "0", "--save.hf", "never", "--log.rollouts-every", "1",
+               "--total-steps", "3", "--rollout.max-probe-diff", "0", "--rollout.engine", "server",
+               "--rollout.servers", *[server.url for server in servers], "--run-dir", tmp_path, warm=True)
+    finally:
+        ended.set()
+        killer.join()
+    lines = metrics_of(tmp_path)
+    assert [line["servers/ready"] for line in lines] == [2, 1, 1] and lines[-1]["servers/moved"] >= 1
+    expected = {tuple(tokens_of(seed, 8)) for server in servers for seed in server.generated}
+    for step in range(3):
+        rows = pq.read_table(tmp_path / f"rollouts/step_{step + 1:06d}.parquet").to_pylist()
+        assert len(rows) == 8 and all(tuple(row["tokens"]) in expected for row in rows)
+        seeds = {seed_of(0, step, group, k) for group in range(2) for k in range(4)}
+        assert sorted(row["tokens"] for row in rows) == sorted(tokens_of(seed, 8) for seed in seeds)
