@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from common.servers.client import Client, Refused
 from common.servers.dialect import Answer, Ask, Needs, versions_of
-from common.servers.sglang_sums import checksums_of
+from common.servers.sglang_sums import checksums_of, parts_of
 
 BYTES_OF_TOKEN = 512  # of an answer, at most
 BYTES_OF_ID = 12  # of each token that a filter leaves
@@ -125,7 +125,7 @@ def unambiguous(name: str) -> str:
 
 
 async def compare(client: Client, folder: Path) -> int:
-    """The number of tensors whose checksums are those of the folder's. Raises Refused if some are others.
+    """The number of the trainer's tensors whose checksums the server has. Raises Refused if some are others.
 
     On GPUs SGLang's checksums are of a kernel's own; with several ranks, of parts of the tensors. Neither is compared:
     the probe's log-probs judge then."""
@@ -143,4 +143,4 @@ async def compare(client: Client, folder: Path) -> int:
     if differing:
         raise Refused(client.line(f"checksums differ: it does not hold the trainer's weights in {len(differing)} "
                                   f"tensors: {', '.join(differing[:5])}"))
-    return len(sent)
+    return sum(len(parts_of(name)) for name in sent)
