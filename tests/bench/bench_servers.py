@@ -3,6 +3,7 @@ same responses of one model in turns: seconds of a rollout, CPU milliseconds a t
 the server, medians of rounds; and the seconds of a sync.
 """
 
+import contextlib
 import statistics
 import tempfile
 import time
@@ -67,9 +68,11 @@ def measure(args: Args, engine: Engine, num_responses: int, seed: int, server: p
 
 def main(args: Args) -> None:
     world = ranks.init()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as closing:
         model = args.model or make_model(Path(folder) / "model")
-        server = VLLMServer(model, Path(folder) / "log", max_num_seqs=str(args.max_num_seqs)).start().wait()
+        server = VLLMServer(model, Path(folder) / "log", max_num_seqs=str(args.max_num_seqs)).start()
+        closing.callback(server.kill)
+        server.wait()
         hf_config = AutoConfig.from_pretrained(model)
         policy = random_policy(hf_config, world)
         policy.version += 1
@@ -81,7 +84,7 @@ def main(args: Args) -> None:
                                    max_num_seqs=args.max_num_seqs, kv_cache_gb=1.0)
             length = args.prompt + args.tokens
             engines[name] = make_engine(EngineSetup(
-                model, hf_config, config, ModelConfig(compute_dtype="float32"), world, [[1, 2, 3]], [], length, 0
+                model, hf_config, config, ModelConfig(compute_dtype="float32"), world, [[1, 2, 3]], [2], length, 0
             ))
             engines[name].wake(policy)
             start = time.perf_counter()
@@ -101,7 +104,6 @@ def main(args: Args) -> None:
                 }
         for engine in engines.values():
             engine.close()
-        server.kill()
     report("servers", model=args.model or "tiny", sync_s=syncs, rows=rows)
     ranks.shutdown()
 
