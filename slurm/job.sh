@@ -23,6 +23,18 @@ export SCRIPT RUN_DIR=${RUN_DIR//%a/${SLURM_ARRAY_TASK_ID:-%a}}
 [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 (($(ulimit -n) >= 4096)) || ulimit -n 4096 || die "open files are limited to $(ulimit -n): raise ulimit -n to 4096"
 
+# SERVERS is the file that slurm/servers.sbatch keeps.
+if [[ -n ${SERVERS:-} ]]; then
+    [[ -n ${SERVER_KEY:-} ]] || die "SERVERS needs SERVER_KEY, the key of the servers"
+    echo "waiting for a server in $SERVERS"
+    until [[ -s $SERVERS || -n $stopped ]]; do
+        sleep 2 &
+        wait $! || true
+    done
+    set -- --rollout.engine server --rollout.servers "$SERVERS" --rollout.server-auth-env SERVER_KEY \
+        --rollout.server-weights "$RUN_DIR/weights" "$@"
+fi
+
 # Every node by itself: the repository is there, the run folder can be written, the GPUs that Slurm promised answer.
 node_check='[[ -f $SCRIPT ]] || { echo "$HOSTNAME: no $PWD/$SCRIPT"; exit 1; }
 mkdir -p "$RUN_DIR" && file=$(mktemp "$RUN_DIR/.XXXXXX") && rm "$file" || { echo "$HOSTNAME: no $RUN_DIR"; exit 1; }

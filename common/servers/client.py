@@ -74,7 +74,7 @@ class Client:
             return None
         try:
             return json.loads(content)
-        except ValueError:
+        except (ValueError, RecursionError):  # of brackets in brackets
             raise Refused(self.line(f"answered {path} with no JSON: {bytes(content[:100])!r}")) from None
 
     def line(self, text: str) -> str:

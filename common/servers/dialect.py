@@ -97,8 +97,23 @@ def check_answer(client: Client, ask: Ask, answer: Answer, vocabulary: int) -> N
         found = "log-probs that are none"
     elif answer.finish_reason == "stop" and not ask.sampling.stop and answer.tokens[-1] not in ask.stop_token_ids:
         found = f"a response that ended with token {answer.tokens[-1]}, which is none of {ask.stop_token_ids}"
+    elif answer.finish_reason == "length" and num_tokens < ask.sampling.max_response_length:
+        found = (f"{num_tokens} tokens, which its own limit cut: it takes shorter sequences than the sum of "
+                 f"--data.max-prompt-length and --rollout.max-response-length")
+    elif not set(ask.stop_token_ids).isdisjoint(answer.tokens[:-1]):
+        found = "tokens after one that ends a response"
     if found:
         raise Refused(client.line(f"answered a request for a response with {found}"))
+
+
+def versions_of(spans: Sequence[dict[str, Any]], num_tokens: int) -> list[str]:
+    """The version of each token, of the spans of tokens that servers tell; a span beyond the tokens makes one too
+    many."""
+    versions: list[str] = []
+    for span in spans:
+        length = span["end"] - span["start"]
+        versions += [str(span["version"])] * min(length, num_tokens + 1 - len(versions))
+    return versions
 
 
 def is_token(token: Any, vocabulary: int) -> bool:

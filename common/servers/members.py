@@ -16,9 +16,10 @@ from pathlib import Path
 
 from common.servers.client import Client, Gone, Refused, ServerError
 from common.servers.dialect import Answer, Ask, Dialect, Needs, check_answer
+from common.servers.sglang import SGLang
 from common.servers.vllm import VLLM
 
-DIALECTS: tuple[type[Dialect], ...] = (VLLM,)
+DIALECTS: tuple[type[Dialect], ...] = (VLLM, SGLang)
 ASK_AGAIN_S = 1.0
 """Between two questions of a keeper."""
 MOST_FAILURES = 8

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from common.servers.client import Client, Gone, Refused, ServerError
-from common.servers.dialect import Answer, Ask, Needs
+from common.servers.dialect import Answer, Ask, Needs, versions_of
 
 PREFIX = "generate-tokens-"  # of the engine's names for the requests of this route
 BYTES_OF_TOKEN = 512  # of an answer, at most
@@ -90,9 +90,7 @@ class VLLM:
             tokens = choice["token_ids"] or []
             if tokens != [entry["token_id"] for entry in content]:
                 raise Refused(client.line("its log-probs are of other tokens than those that it sampled"))
-            versions = []
-            for span in choice["weight_versions"] or []:
-                versions += [span["version"]] * (span["end"] - span["start"])
+            versions = versions_of(choice["weight_versions"] or [], len(tokens))
             return Answer(tokens, [entry["logprob"] for entry in content], choice["finish_reason"], versions)
         except (KeyError, TypeError, ValueError) as error:
             said = json.dumps(found)[:200]

@@ -38,7 +38,7 @@ is_cpu_set = pytest.mark.skipif(not importlib.metadata.version("torch").endswith
                                 reason="this environment was not made by make setup")
 
 
-@pytest.mark.parametrize("requirements", [CPU, HASHED, GPU, EXTRAS, *BESIDE.values()])
+@pytest.mark.parametrize("requirements", [CPU, HASHED, GPU, EXTRAS, *BESIDE.values(), read("requirements-sglang.txt")])
 def test_every_line_is_an_exact_pin(requirements):
     assert requirements
     for requirement in requirements.values():

@@ -5,6 +5,7 @@ import os
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -28,6 +29,7 @@ for ((node = 0; node < SLURM_JOB_NUM_NODES; node++)); do
     pids+=($!)
 done
 trap 'kill -USR1 "${pids[@]}"' USR1
+trap 'kill -TERM "${pids[@]}"' TERM
 code=0
 for pid in "${pids[@]}"; do
     wait "$pid"; last=$?
@@ -298,6 +300,49 @@ def test_a_gpu_that_is_in_no_folder_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: place)
     monkeypatch.setattr(shutil, "which", lambda name: "/bin/numactl")
     assert launch.why_unbound("node").startswith("the cores of GPU 0 are not found: [Errno 2]")
+
+
+ENGINE = """import http.server, os, sys
+port = int(sys.argv[sys.argv.index("--port") + 1])
+http.server.HTTPServer(("127.0.0.1", port), http.server.SimpleHTTPRequestHandler).serve_forever()
+"""
+
+
+def test_servers_of_one_job_sample_for_another(echo, tmp_path):
+    """The job that trains is there first. It has the key in its environment only."""
+    (tmp_path / "engine.py").write_text(ENGINE)
+    (tmp_path / "health").touch()
+    put(tmp_path, "engine", f"#!/usr/bin/env bash\ncd {tmp_path}\nexec {sys.executable} {tmp_path}/engine.py \"$@\"\n")
+    addresses = tmp_path / "shared/addresses"
+    both = echo | {"SERVERS": str(addresses), "SERVER_KEY": "open sesame", "VENV": str(tmp_path / "venv")}
+    trainers = submit("one_node.sbatch", both, tmp_path / "log", "--seed", "1")
+    time.sleep(1)
+    assert trainers.poll() is None and "torchrun" not in (tmp_path / "log").read_text()
+    job = both | {"SLURM_JOB_ID": "77"}
+    servers = submit("servers.sbatch", job, tmp_path / "log2", "--servers", "2", "--python", tmp_path / "engine")
+    try:
+        assert trainers.wait(60) == 0, (tmp_path / "log2").read_text()
+        text = (tmp_path / "log").read_text()
+        assert f"--rollout.engine server --rollout.servers {addresses} --rollout.server-auth-env SERVER_KEY " \
+               f"--rollout.server-weights {tmp_path}/run/weights --seed 1\n" in text
+        deadline = time.monotonic() + 30
+        host = socket.gethostname()
+        while addresses.read_text().splitlines() != [f"http://{host}:20077", f"http://{host}:20078"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    finally:
+        servers.send_signal(signal.SIGTERM)
+        assert servers.wait(60) != 0
+    assert addresses.read_text() == "" and "sesame" not in text + (tmp_path / "log2").read_text()
+
+
+@pytest.mark.parametrize(("script", "without"), [
+    ("servers.sbatch", "SERVERS"), ("servers.sbatch", "SERVER_KEY"), ("one_node.sbatch", "SERVER_KEY"),
+])
+def test_servers_need_a_file_and_a_key(script, without, echo, tmp_path):
+    job = echo | {"SERVERS": str(tmp_path / "a"), "SERVER_KEY": "k"} | {without: ""}
+    assert f"error: SERVER{'S' if script != 'servers.sbatch' else without[6:]}" in submitted(
+        script, job, tmp_path / "log", code=2)
 
 
 def test_an_image_takes_the_place_of_the_environment(echo, tmp_path):
