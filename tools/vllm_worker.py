@@ -25,8 +25,9 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from common.engine.sync import differing, engine_name, held_checksums
-from common.engine.vllm_changes import pack_on_cpu, quantize_on_load, start_on_cpu, unpack_on_cpu
+from common.engine.sync import differing, engine_name
+from common.engine.vllm_changes import start_on_cpu
+from common.engine.weights import EngineWeights
 from common.servers.folder import read_checksums
 
 BACKEND = "folder"
@@ -78,8 +79,7 @@ class FolderEngine(WeightTransferEngine[FolderInit, FolderUpdate]):
         """The run and the version of the weights that were loaded last."""
         self.num_compared = 0
         self.name_of = engine_name(model)
-        methods = {layer: getattr(layer, "quant_method", None) for layer in model.modules()}
-        self.quantized = [layer for layer, method in methods.items() if getattr(method, "uses_meta_device", False)]
+        self.weights = EngineWeights(model, vllm_config, self.model_config.dtype, device.type == "cpu")
 
     def init_transfer_engine(self, init_info: FolderInit) -> None:
         pass
@@ -103,22 +103,12 @@ class FolderEngine(WeightTransferEngine[FolderInit, FolderUpdate]):
             sent[self.name_of(name)] = torch.tensor(total, dtype=torch.float64), numel
         if run == self.held[0] and version < self.held[1]:
             raise ValueError(f"weights of version {version} come after those of version {self.held[1]}")
-        on_cpu = self.device.type == "cpu"
-        if on_cpu:
-            unpack_on_cpu(self.model)
-        with quantize_on_load(self.quantized, self.vllm_config):
-            names = {name.replace(".routed_experts", "") for name, _ in self.model.named_parameters()}
-            loaded = self.model.load_weights(tensors_of(folder))
-        if loaded is not None:
-            missing = sorted(names - {name.replace(".routed_experts", "") for name in loaded})
-            if missing:
-                raise ValueError(f"nothing that the trainer sent goes into {len(missing)} weights of the server "
-                                 f"({', '.join(missing[:3])}): it serves another model")
-        dtype = self.model_config.dtype
-        held = held_checksums(self.model, sent, dtype)
+        missing = sorted(self.weights.load(tensors_of(folder)))
+        if missing:
+            raise ValueError(f"nothing that the trainer sent goes into {len(missing)} weights of the server "
+                             f"({', '.join(missing[:3])}): it serves another model")
+        held = self.weights.complete(sent)
         differ = sorted(differing(sent, held))
-        if on_cpu:
-            pack_on_cpu(self.model)
         if differ:
             raise ValueError(f"checksums differ: the server does not hold the trainer's weights in {len(differ)} "
                              f"tensors: {', '.join(differ[:5])}")

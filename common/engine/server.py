@@ -17,6 +17,7 @@ from torch import Tensor
 
 from common.dataset.images import Images
 from common.engine.base import Engine, EngineSetup
+from common.engine.names import PublishedNames
 from common.engine.sync import Checksum, as_numbers
 from common.engine.tail import Tail
 from common.flags.rollout import SamplingConfig
@@ -69,6 +70,7 @@ class ServerEngine(Engine):
             if of_rank:
                 self.pool.close()
                 raise ValueError(f"--rollout.servers: {of_rank}")
+        self.names = PublishedNames(setup.hf_config)
         self.weights: WeightFolder | None = None
         if setup.world.rank == 0:
             self.weights = WeightFolder(Path(config.server_weights or own_folder()), f"weights_{self.name}", self.dtype)
@@ -79,7 +81,7 @@ class ServerEngine(Engine):
             for _ in tensors:
                 pass
         else:
-            self.weights.write(tensors)
+            self.weights.write(self.names.of(tensors))
             self.weights.complete(as_numbers(sent))
             self._present(self.weights.folder, self.weights.name)
         held = on_main(self.world, lambda: (self.weights.folder, self.weights.name, self.pool.num_compared))

@@ -19,25 +19,21 @@ from torch import Tensor
 from common.dataset.images import Images
 from common.engine.base import Engine, EngineSetup, Request
 from common.engine.extra import most_sequences
-from common.engine.names import loadable, not_loaded, published_form
+from common.engine.names import AS_HELD, PublishedNames
 from common.engine.outputs import complete, shorten
-from common.engine.sync import Checksum, differing, engine_name, held_checksums
+from common.engine.sync import Checksum, differing, engine_name
 from common.engine.tail import Tail
 from common.engine.vllm_changes import (
     check_routers,
-    compute_weights,
     kept_classes,
-    pack_on_cpu,
-    quantize_on_load,
     start_on_cpu,
-    unpack_on_cpu,
     use_float32_routers,
 )
+from common.engine.weights import EngineWeights
 from common.flags.rollout import SamplingConfig
 from common.memory.plan import GRAPHS_GB, RESERVED_GB
 from common.model.flops import count_layers
 from common.parallel.ranks import all_names, seed_of
-from common.source.published import published
 from common.speculation.drafts import Drafts, draft_options, prepare_vllm
 from common.speculation.history import sample_major
 from envs.pictures import decode
@@ -136,10 +132,10 @@ class VLLMEngine(Engine):
         self.expert_layers = [x.layer_id for x in self.model.modules() if type(x).__name__.endswith("MoERunner")]
         if model_config.router_float32:
             check_routers(self.model, len(self.expert_layers))
-        # the layers that vLLM quantises itself, e.g. with --rollout.extra '{"quantization": "fp8_per_tensor"}'
-        methods = {layer: getattr(layer, "quant_method", None) for layer in self.model.modules()}
-        self.quantized = [layer for layer, method in methods.items() if getattr(method, "uses_meta_device", False)]
-        self.published_form = published_form(setup.hf_config)
+        self.weights = EngineWeights(self.model, self.llm.llm_engine.vllm_config, self.dtype, self.on_cpu)
+        self.names = None
+        if setup.hf_config.model_type not in AS_HELD:
+            self.names = PublishedNames(setup.hf_config)
         self.name_of = engine_name(self.model)
         self._sleep()
         self.pool_bytes = torch.cuda.memory_reserved()  # torch counts its pools on, though what they had is unmapped
@@ -150,26 +146,15 @@ class VLLMEngine(Engine):
             self.llm.wake_up(tags=["weights"])  # first, always: buffers are restored into the weights' pool
 
     def _load(self, tensors: Iterator[tuple[str, Tensor]], sent: dict[str, Checksum]) -> tuple[int, set[str]]:
-        # a few models tell nothing of what was loaded; if weights of any rank are missing, all raise
-        if self.on_cpu:
-            unpack_on_cpu(self.model)
-        if self.published_form is not None:
-            lm, plan = self.published_form
-            tensors = published(lm, tensors, plan)
-        with quantize_on_load(self.quantized, self.llm.llm_engine.vllm_config):
-            names = loadable(self.model)
-            loaded = self.model.load_weights(tensors)
-        compute_weights(self.model, self.dtype)
-        if loaded is not None:
-            missing = all_names(not_loaded(names, loaded))
-            if missing:
-                raise RuntimeError(
-                    f"weight sync: nothing that the trainer sends goes into {len(missing)} weights of the "
-                    f"engine ({', '.join(missing[:3])}): transformers' model has other weights"
-                )
-        held = held_checksums(self.model, sent, self.dtype)
-        if self.on_cpu:
-            pack_on_cpu(self.model)
+        if self.names is not None:
+            tensors = self.names.of(tensors)
+        missing = all_names(self.weights.load(tensors))  # of any rank: all of them raise
+        if missing:
+            raise RuntimeError(
+                f"weight sync: nothing that the trainer sends goes into {len(missing)} weights of the "
+                f"engine ({', '.join(missing[:3])}): transformers' model has other weights"
+            )
+        held = self.weights.complete(sent)
         return len(held), differing(sent, held)
 
     def _wake_cache(self) -> None:

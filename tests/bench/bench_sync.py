@@ -16,7 +16,7 @@ import tyro
 
 from common.engine.base import Engine, EngineSetup, RolloutConfig
 from common.engine.make import make_engine
-from common.engine.vllm import pack_on_cpu
+from common.engine.vllm_changes import pack_on_cpu
 from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig, Policy
 from common.parallel import ranks

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from common.engine import vllm
+from common.engine import weights
 from common.engine.base import EngineSetup, RolloutConfig, SamplingConfig
 from common.engine.make import make_engine
 from common.model.loading import load_policy, read_config
@@ -41,7 +41,7 @@ def held_and_expected(engine, policy) -> list[tuple[torch.Tensor, torch.Tensor]]
     mine = {name: tensor.bfloat16() for name, tensor in policy.full_tensors(None)}
     found = []
     for name, layer in engine.model.named_modules():
-        if layer in engine.quantized:
+        if layer in engine.weights.quantized:
             path, _, own = name.rpartition(".")
             parts = engine.model.packed_modules_mapping.get(own, [own])
             codes, scales = quantized_by_hand(torch.cat([mine[f"{path}.{part}.weight"] for part in parts]))
@@ -53,7 +53,7 @@ def held_and_expected(engine, policy) -> list[tuple[torch.Tensor, torch.Tensor]]
 
 def test_every_sync_quantises_the_trainers_weights(started):
     engine, policy = started
-    assert len(engine.quantized) == 8                                   # qkv, o, gate and up, down of two layers
+    assert len(engine.weights.quantized) == 8        # qkv, o, gate and up, down of two layers
     sampled = []
     for _ in range(3):
         metrics = engine.wake(policy)
@@ -99,6 +99,6 @@ def test_without_a_reload_nothing_is_quantised(started, monkeypatch):
     engine, policy = started
     policy.version += 1
     with monkeypatch.context() as patch:
-        patch.setattr(vllm, "quantize_on_load", lambda *_: contextlib.nullcontext())
+        patch.setattr(weights, "quantize_on_load", lambda *_: contextlib.nullcontext())
         with pytest.raises((RuntimeError, AttributeError, AssertionError)):
             engine.wake(policy)

@@ -414,7 +414,7 @@ def test_what_ends_while_it_is_aborted_is_not_continued(engine, servers, world, 
     ended = Answer([10, 11, 2], [-1.0] * 3, "stop", ["run-1"] * 3)
     monkeypatch.setattr(engine.pool, "abort", lambda numbers: [(0, ended)])
     monkeypatch.setattr(engine.pool, "take", lambda wait_s: [])
-    [response] = engine.complete(requests(1), SamplingConfig(1.0, 8), stop=iter([False, True]).__next__)
+    [response] = engine.complete(requests(1), SamplingConfig(1.0, 8), until=Until(iter([False, True]).__next__))
     assert (response.tokens, response.finish_reason) == ([10, 11, 2], "stop")
     engine.config = replace(engine.config, episode="some.py:episode")
     [(_, part)] = engine.abort({0})

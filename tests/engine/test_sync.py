@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from common.batch import Batch
-from common.engine import vllm
+from common.engine import weights
 from common.engine.base import ASK_EVERY, SamplingConfig
 from common.forward.vision import auto_class
 from common.model.loading import load_policy
@@ -199,13 +199,13 @@ def test_a_tensor_that_did_not_arrive_stops_the_run(awake, monkeypatch):
         with pytest.raises(RuntimeError, match=r"checksums differ.* in 1 tensors: model\.norm\.weight"):
             engine.wake(policy)
     with monkeypatch.context() as patch:
-        pack = vllm.pack_on_cpu
+        pack = weights.pack_on_cpu
 
         def change_and_pack(model):
             model.model.layers[0].self_attn.o_proj.weight.data.mul_(2)
             pack(model)
 
-        patch.setattr(vllm, "pack_on_cpu", change_and_pack)
+        patch.setattr(weights, "pack_on_cpu", change_and_pack)
         engine.wake(policy)                                             # the change is behind the checksum ...
     assert engine.sleep()["sync/probe_logp_diff"] > 1e-3                # ... so it is the probe that sees it
     policy.version += 1

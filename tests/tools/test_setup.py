@@ -262,7 +262,8 @@ def test_a_python_that_cannot_be_used_is_refused_before_anything_is_made(clone):
         '#!/bin/bash\ncase "$*" in *"< (3, 11)"*) exit 1;; *) echo 3.9;; esac\n')
     assert "./python is Python 3.9, 3.11 or newer is needed" in setup(clone, code=1)
     assert not (clone / ".venv").exists()
-    assert "knows packages, imports, extras, trl, peers and gpu, not nonsense" in setup(clone, "nonsense", code=1)
+    said = setup(clone, "nonsense", code=1)
+    assert "knows packages, imports, extras, trl, peers, sglang and gpu, not nonsense" in said
 
 
 def test_extras_that_cannot_be_installed_are_no_error(clone):
