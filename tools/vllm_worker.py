@@ -25,10 +25,10 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from common.engine.sync import differing, engine_name
 from common.engine.vllm_changes import start_on_cpu
-from common.engine.weights import EngineWeights
 from common.servers.folder import read_checksums
+from common.sync.checksums import differing, engine_name
+from common.sync.weights import EngineWeights
 
 BACKEND = "folder"
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers")

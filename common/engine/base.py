@@ -16,7 +16,6 @@ from transformers import PretrainedConfig
 
 from common.batch import Batch
 from common.dataset.images import Images
-from common.engine.sync import Checksum, check_difference, checksum
 from common.flags.model import ModelConfig, OffloadConfig
 from common.flags.rollout import RolloutConfig, SamplingConfig
 from common.memory.offload import Offload
@@ -24,6 +23,7 @@ from common.metrics import Meter
 from common.model.policy import PackedModel, Policy
 from common.parallel.ranks import World, all_max, all_names, all_sum, seed_of
 from common.prompts import Prompt
+from common.sync.checksums import Checksum, check_difference, checksum
 from envs.runtime.conversation import constrains
 from envs.runtime.response import Response
 

@@ -16,12 +16,12 @@ from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
 
 from common.dataset.images import Images
 from common.engine.base import Engine, EngineSetup
-from common.engine.sync import Checksum, as_numbers, checksum
 from common.flags.rollout import SamplingConfig
 from common.forward.mixture import use_float32_routers
 from common.forward.router_replay import routers_of
 from common.forward.vision import auto_class
 from common.model.policy import saved_buffers
+from common.sync.checksums import Checksum, as_numbers, checksum
 from envs.runtime.response import Response
 
 ROWS = 8

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from common.batch import Batch
 from common.engine.base import Engine
-from common.engine.sync import Checksum, as_numbers
 from common.parallel.ranks import World, all_gather_objects, all_names, collective_timeout, on_main
+from common.sync.checksums import Checksum, as_numbers
 
 PART = 1 << 22  # bytes in one entry of the store, which takes 8 MiB
 

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from common.dataset.images import Images
 from common.engine.base import Engine, EngineSetup
-from common.engine.names import PublishedNames
-from common.engine.sync import Checksum, as_numbers
 from common.engine.tail import Tail
 from common.flags.rollout import SamplingConfig
 from common.flags.servers import read_addresses
@@ -27,6 +25,8 @@ from common.servers.client import ServerError
 from common.servers.dialect import Answer, Ask, Needs
 from common.servers.folder import WeightFolder
 from common.servers.pool import Pool
+from common.sync.checksums import Checksum, as_numbers
+from common.sync.names import PublishedNames
 from envs.runtime.response import Response
 from rewards.runtime.cleaner import own_folder
 

@@ -19,9 +19,7 @@ from torch import Tensor
 from common.dataset.images import Images
 from common.engine.base import Engine, EngineSetup, Request
 from common.engine.extra import most_sequences
-from common.engine.names import AS_HELD, PublishedNames
 from common.engine.outputs import complete, shorten
-from common.engine.sync import Checksum, differing, engine_name
 from common.engine.tail import Tail
 from common.engine.vllm_changes import (
     check_routers,
@@ -29,13 +27,15 @@ from common.engine.vllm_changes import (
     start_on_cpu,
     use_float32_routers,
 )
-from common.engine.weights import EngineWeights
 from common.flags.rollout import SamplingConfig
 from common.memory.plan import GRAPHS_GB, RESERVED_GB
 from common.model.flops import count_layers
 from common.parallel.ranks import all_names, seed_of
 from common.speculation.drafts import Drafts, draft_options, prepare_vllm
 from common.speculation.history import sample_major
+from common.sync.checksums import Checksum, differing, engine_name
+from common.sync.names import AS_HELD, PublishedNames
+from common.sync.weights import EngineWeights
 from envs.pictures import decode
 from envs.runtime.conversation import constrains
 from envs.runtime.response import Response

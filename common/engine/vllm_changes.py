@@ -1,4 +1,4 @@
-"""What is changed in vLLM 0.32: start and packed weights on CPUs, routers in float32, layers that it quantises."""
+"""What is changed in vLLM 0.32 at its start: on CPUs, classes of transformers, routers in float32."""
 
 import contextlib
 import gc
@@ -10,27 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
-
-LATENT = "MLAAttention"
-"""vLLM's class of multi-head latent attention. Its own parameters are computed of the weights beside it."""
-
-
-@contextlib.contextmanager
-def quantize_on_load(layers: list[nn.Module], vllm_config: Any) -> Iterator[None]:
-    """While weights are loaded: these layers, which hold theirs quantised, take them as the trainer sends them, and
-    quantise them anew once they are complete. Without it, a load would write into the quantised weights."""
-    if not layers:
-        yield
-        return
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
-    with set_current_vllm_config(vllm_config):
-        for layer in layers:
-            initialize_layerwise_reload(layer)
-        yield
-        for layer in layers:
-            finalize_layerwise_reload(layer, vllm_config.model_config)
 
 
 @contextlib.contextmanager
@@ -110,30 +89,3 @@ def check_routers(model: nn.Module, num_layers: int) -> None:
     if len(found) != num_layers or not found:
         raise ValueError(f"--policy.router-float32: vLLM's {type(model).__name__} has {num_layers} layers with experts "
                          f"and {len(found)} routers that are known, leave it out")
-
-
-def compute_weights(model: nn.Module, dtype: torch.dtype) -> None:
-    """After a sync: what multi-head latent attention computes of its weights for decoding."""
-    for module in model.modules():
-        if type(module).__name__ == LATENT:
-            module.process_weights_after_loading(dtype)
-
-
-def unpack_on_cpu(model: nn.Module) -> None:
-    """Before a sync on CPUs: give convolutions, which are packed in the place of their weights, their own shape."""
-    for module in model.modules():
-        if "_cpu_unpacked_conv_weight" in vars(module):
-            module.weight.data = module._cpu_unpacked_conv_weight[:, None].clone()
-
-
-def pack_on_cpu(model: nn.Module) -> None:
-    """After a sync on CPUs: pack the weights of linear layers and convolutions, of the output head and of a mixture's
-    experts again."""
-    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-
-    for module in model.modules():
-        if "cpu_linear" in vars(module) or "_cpu_unpacked_conv_weight" in vars(module):
-            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
-        elif isinstance(getattr(module, "quant_method", None), UnquantizedFusedMoEMethod):
-            module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)

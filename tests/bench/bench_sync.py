@@ -16,10 +16,10 @@ import tyro
 
 from common.engine.base import Engine, EngineSetup, RolloutConfig
 from common.engine.make import make_engine
-from common.engine.vllm_changes import pack_on_cpu
 from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig, Policy
 from common.parallel import ranks
+from common.sync.weights import pack_on_cpu
 from tests.bench.record import report
 
 

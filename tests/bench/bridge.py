@@ -22,10 +22,10 @@ import tyro
 
 from common.engine import remote
 from common.engine.base import Engine
-from common.engine.sync import as_numbers, checksum
 from common.model.loading import load_policy
 from common.model.policy import ModelConfig
 from common.parallel import ranks
+from common.sync.checksums import as_numbers, checksum
 from tests.conftest import MODEL
 
 PIECE = 1 << 26

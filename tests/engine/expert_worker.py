@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from common.engine.sync import EXPERTS, names_of_parts
 from common.parallel import ranks
+from common.sync.checksums import EXPERTS, names_of_parts
 from tests.engine.engine_models import perturb, start
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from common.engine import sync
-from common.engine.sync import Checksum, as_numbers, checksum, differing, held_checksums
+from common.sync.checksums import Checksum, as_numbers, checksum, differing, held_checksums
 
 
 def words(tensor: torch.Tensor) -> np.ndarray:

@@ -7,11 +7,11 @@ import json
 import pytest
 import torch
 
-from common.engine import weights
 from common.engine.base import EngineSetup, RolloutConfig, SamplingConfig
 from common.engine.make import make_engine
 from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig
+from common.sync import weights
 from tests.engine.engine_models import PROMPTS, SEEDS, make_model, perturb
 from tests.generate import generate
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from common.engine.base import EngineSetup, Request
+from common.engine.base import EngineSetup, Request, Until
 from common.engine.make import make_engine
 from common.flags.model import ModelConfig
 from common.flags.rollout import RolloutConfig, SamplingConfig

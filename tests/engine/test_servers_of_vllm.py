@@ -9,12 +9,12 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from common.engine.sync import as_numbers, checksum
 from common.flags.rollout import SamplingConfig
 from common.servers.client import Refused
 from common.servers.dialect import Ask, Needs
 from common.servers.folder import WeightFolder
 from common.servers.pool import Pool
+from common.sync.checksums import as_numbers, checksum
 from tests.conftest import STOPS, VOCAB, launch
 from tests.engine.servers import KEY, VLLMServer, make_model
 from tests.scripts.test_supervised import metrics_of

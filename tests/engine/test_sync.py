@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from common.batch import Batch
-from common.engine import weights
 from common.engine.base import ASK_EVERY, SamplingConfig
 from common.forward.vision import auto_class
 from common.model.loading import load_policy
 from common.model.policy import ModelConfig
+from common.sync import weights
 from tests.conftest import VLLM, launch
 from tests.engine import engine_models
 from tests.engine.engine_models import PROMPTS, SEEDS, make_model, perturb, round_trip, start

@@ -569,7 +569,7 @@ def test_an_import_circle_is_found():
 # The files and packages directly in common/, top first. A unit imports only units after it in this list, so no two of
 # them need each other. Scripts are above all, rewards/ and envs/ import nothing of common/.
 LAYERS = ["run", "evaluation", "training", "distillation", "rollouts", "curriculum", "episodes", "tracking",
-          "checkpoint", "engine", "speculation", "dataset", "losses",
+          "checkpoint", "engine", "sync", "speculation", "dataset", "losses",
           "correction", "rollout", "optim", "memory", "model", "forward", "kernels", "packing", "prompts", "metrics",
           "segments", "parallel", "batch", "layout", "source", "servers", "flags"]
 

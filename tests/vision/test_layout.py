@@ -12,10 +12,10 @@ from common.dataset.images import load_processor
 from common.dataset.store import load_prompts
 from common.engine.base import EngineSetup, RolloutConfig
 from common.engine.remote import RemoteEngine
-from common.engine.sync import checksum
 from common.model.loading import load_policy
 from common.model.policy import ModelConfig
 from common.prompts import DataConfig
+from common.sync.checksums import checksum
 from envs.pictures import decode
 from tests.conftest import launch
 from tests.vision.tiny_models import ROWS, make_vision_model, write_rows

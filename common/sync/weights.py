@@ -1,13 +1,16 @@
 """The weights of vLLM's model: which of them a sync fills, and what it then holds."""
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from common.engine.sync import Checksum, held_checksums
-from common.engine.vllm_changes import LATENT, compute_weights, pack_on_cpu, quantize_on_load, unpack_on_cpu
+from common.sync.checksums import Checksum, held_checksums
+
+LATENT = "MLAAttention"
+"""vLLM's class of multi-head latent attention. Its own parameters are computed of the weights beside it."""
 
 
 class EngineWeights:
@@ -63,3 +66,48 @@ def not_loaded(names: Iterable[list[str]], loaded: Iterable[str]) -> set[str]:
 def _plain(name: str) -> str:
     """vLLM 0.26 tells experts' names without the module that holds them."""
     return name.replace(".routed_experts", "").removeprefix(".")
+
+
+@contextlib.contextmanager
+def quantize_on_load(layers: list[nn.Module], vllm_config: Any) -> Iterator[None]:
+    """While weights are loaded: these layers, which hold theirs quantised, take them as the trainer sends them, and
+    quantise them anew once they are complete. Without it, a load would write into the quantised weights."""
+    if not layers:
+        yield
+        return
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    with set_current_vllm_config(vllm_config):
+        for layer in layers:
+            initialize_layerwise_reload(layer)
+        yield
+        for layer in layers:
+            finalize_layerwise_reload(layer, vllm_config.model_config)
+
+
+def compute_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """After a sync: what multi-head latent attention computes of its weights for decoding."""
+    for module in model.modules():
+        if type(module).__name__ == LATENT:
+            module.process_weights_after_loading(dtype)
+
+
+def unpack_on_cpu(model: nn.Module) -> None:
+    """Before a sync on CPUs: give convolutions, which are packed in the place of their weights, their own shape."""
+    for module in model.modules():
+        if "_cpu_unpacked_conv_weight" in vars(module):
+            module.weight.data = module._cpu_unpacked_conv_weight[:, None].clone()
+
+
+def pack_on_cpu(model: nn.Module) -> None:
+    """After a sync on CPUs: pack the weights of linear layers and convolutions, of the output head and of a mixture's
+    experts again."""
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    for module in model.modules():
+        if "cpu_linear" in vars(module) or "_cpu_unpacked_conv_weight" in vars(module):
+            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+        elif isinstance(getattr(module, "quant_method", None), UnquantizedFusedMoEMethod):
+            module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
