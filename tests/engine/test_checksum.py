@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from common.engine import sync
+from common.sync import checksums as sync
 from common.sync.checksums import Checksum, as_numbers, checksum, differing, held_checksums
 
 

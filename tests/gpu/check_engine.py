@@ -23,12 +23,12 @@ import tyro
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from common.engine import sync
 from common.engine.base import Engine, EngineSetup, RolloutConfig, SamplingConfig
 from common.engine.make import make_engine
 from common.forward.attention import choose_attention
 from common.model.policy import ModelConfig, Policy
 from common.parallel import ranks
+from common.sync import checksums as sync
 from tests.bench.bench_sync import measure_sync
 from tests.generate import generate
 
