@@ -3,7 +3,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: help setup setup-gpu model data quickstart try learn seeds adapters reward-model agent chaos peers bench lint test test-all
+.PHONY: help setup setup-gpu model data quickstart try learn seeds adapters reward-model agent chaos bench lint test test-all
 include tools/environment.mk
 
 MODEL := models/SmolLM2-135M-Instruct
@@ -44,9 +44,8 @@ agent: model ## episodes with a calculator: a supervised warm start, then GRPO (
 	@ARGS="$(ARGS) $(if $(NO_VLLM),--rollout.engine hf)" tests/bench/curves.sh $@
 
 chaos: model data ## 92 kills at random instants, each run resumed and compared (9 minutes), prints the table
-	@.venv/bin/python -m tests.checkpoint.chaos --seed 1
-peers: setup ## install TRL and verl (300 MB) beside .venv, for `python -m tools.same_as verl|trl mine.py`
-	@tools/setup.sh peers
+	@.venv/bin/python -m tests.checkpoint.chaos --kills 92 --two-rank-kills 10 --vllm-kills 5 --in-flight-kills 8 \
+		--episode-kills 6 --async-kills 8 --seed 1
 bench: model data ## all of tests/bench into tests/evidence/bench.jsonl (1 hour); BENCHES="step update" picks some
 	@tools/setup.sh trl
 	.venv/bin/python -m tests.bench $(BENCHES)

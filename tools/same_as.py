@@ -6,7 +6,7 @@ log-probs of one step, by the script's own loop and by the peer's own functions,
 
 The peer's settings follow from the script's flags, as tools/from_verl.py and tools/from_trl.py translate them;
 NAME=VALUE sets one of the peer's own, for what a fork does without a flag. The first number that differs is named, and
-the exit code is 1. `make peers` installs both.
+the exit code is 1. `tools/setup.sh peers` installs both.
 """
 
 import importlib.util
@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
         raise ValueError(f"{' '.join(arguments[:2]) or 'nothing given'}: name verl or trl, and a script, such as "
                          f"python -m tools.same_as verl grpo.py")
     if not is_installed(peer):
-        raise ValueError(f"{PEERS[peer]} is not installed in {folder_of(peer)}: make peers installs it")
+        raise ValueError(f"{PEERS[peer]} is not installed in {folder_of(peer)}: tools/setup.sh peers installs it")
     words = [word for word in arguments[2:] if is_setting(word)]
     flags = flags_in([word for word in arguments[2:] if not is_setting(word)])
     run, step = (" ".join(flags.pop(name, [])) for name in ("--run", "--step"))

@@ -1,6 +1,6 @@
 """Kills tiny runs at random instants and starts them again until they end; each must end as an undisturbed run does.
 
-    python -m tests.checkpoint.chaos --seed 1          # make chaos
+    python -m tests.checkpoint.chaos --kills 100       # make chaos
 
 An instant is a call (of a rollout, a decoding step, an episode's turn, a forward, the optimizer, a message between the
 sides of async_grpo.py, a write of one tensor, a checksum, the manifest, a rename, a prune, the export), counted from
@@ -46,17 +46,17 @@ EPISODES = [*IN_FLIGHT, "--rollout.episode", f"{FILE}:long_talk", "--rollout.max
 
 @dataclass
 class Chaos:
-    kills: int = 92
+    kills: int = 55
     """Kills in all, spread over runs that are killed up to five times each."""
-    two_rank_kills: int = 10
+    two_rank_kills: int = 15
     """How many of them in runs of two ranks under torchrun."""
-    vllm_kills: int = 5
+    vllm_kills: int = 0
     """How many of them in runs that sample with vLLM; these start slowly."""
-    in_flight_kills: int = 8
+    in_flight_kills: int = 0
     """How many of them in runs with --rollout.in-flight 2 (with vLLM)."""
-    episode_kills: int = 6
+    episode_kills: int = 0
     """How many of them in runs with episodes in flight, in lockstep; as many again where they do not wait."""
-    async_kills: int = 8
+    async_kills: int = 0
     """How many of them in runs of async_grpo.py with a trainer and a sampler; as many again with two samplers."""
     seed: int = 0
 

@@ -11,7 +11,7 @@ from tests.checkpoint.faulty import LIKE_TORCHRUN, POINTS, server
 
 @pytest.mark.sweep
 def test_a_run_that_is_killed_at_random_instants_ends_as_if_it_had_not_been(capsys):
-    main(Chaos(2, two_rank_kills=0, vllm_kills=0, in_flight_kills=0, episode_kills=0, async_kills=0, seed=5))
+    main(Chaos(kills=2, two_rank_kills=0, seed=5))
     out = capsys.readouterr().out
     assert "2 kills in " in out and out.count("**the same as undisturbed**") >= 1
 
