@@ -14,7 +14,6 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import cached_file
@@ -24,7 +23,7 @@ from common.checkpoint.older_readers import set_template, tokenizer_files, with_
 from common.checkpoint.own import MARK, check_replaceable, hidden
 from common.model.policy import Policy
 from common.parallel.ranks import World, all_gather_objects, together
-from common.source.published import published
+from common.source.published import published, published_form
 from rewards.runtime.cleaner import own_folder
 
 INDEX = "model.safetensors.index.json"
@@ -111,7 +110,7 @@ def replace_hf(out: Path, described: dict[str, Tensor], tensors: Iterable[tuple[
         lm = model_of(files)
     plan = described
     if lm:
-        plan = revert_weight_conversion(lm, described)
+        plan = published_form(lm, dict(described))
     split = split_state_dict_into_shards_factory(
         dict(published(lm, described.items(), plan)), get_storage_size=lambda tensor: tensor.nbytes,
         filename_pattern="model{suffix}.safetensors", max_shard_size=FILE_BYTES,

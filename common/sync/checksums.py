@@ -73,7 +73,7 @@ def held_checksums(model: nn.Module, sent: dict[str, Checksum], dtype: torch.dty
 
 def engine_name(model: nn.Module) -> Callable[[str], str]:
     """vLLM's own name of a weight of transformers' model, for models where it has another one."""
-    mapper = vars(type(model)).get("hf_to_vllm_mapper")
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is None:
         return lambda name: name
     return replace(mapper, orig_to_new_stacked={})._map_name  # what is fused is compared in parts
@@ -106,6 +106,8 @@ def differing(sent: dict[str, Checksum], held: dict[str, Checksum]) -> set[str]:
     from vllm.distributed import get_tp_group
 
     names = sorted(held)
+    if not names:  # on all ranks: vLLM names every tensor in another way
+        return set()
     of_held = as_numbers(held)
     of_sent = as_numbers(sent)
     held_sums = torch.tensor([of_held[name] for name in names], dtype=torch.int64)  # [names, 2]

@@ -33,7 +33,7 @@ POINTS = {
     "rollout": "common.engine.hf HFEngine._sample",
     "decode": "common.engine.vllm VLLMEngine.step",
     "episode": "envs.runtime.processes EpisodeProcesses.tell",
-    "validation": "common.run evaluate",
+    "validation": "common.evaluation.sampled evaluate",
     "send": "common.engine.remote Bridge.send",
     "receive": "common.engine.remote Bridge.receive",
     "weights": "common.engine.remote receive_weights",

@@ -2,15 +2,19 @@
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from common.batch import Batch
+from common.dataset.store import load_prompts
 from common.engine.base import EngineSetup, Request, RolloutConfig, SamplingConfig
 from common.engine.make import make_engine
 from common.model.loading import load_policy, read_config
 from common.model.policy import ModelConfig
+from common.prompts import DataConfig
 from common.rollout import Response
 from tests.engine.engine_models import perturb
 from tests.vision.stand_in import without_torchvision
+from tests.vision.tiny_models import ROWS, make_vision_model, write_rows
 
 TOLERANCE = 2e-5                        # as tests/engine: log-probs of up to 20 in float32
 FLOAT32 = ModelConfig(compute_dtype="float32")
@@ -55,6 +59,15 @@ def test_engine_and_trainer_agree_before_and_after_a_sync(model, prompts, world,
         assert sample(engine, prompts, policy, [900, placeholder, 901, placeholder, placeholder, 17]) < TOLERANCE
     engine.sleep()
     engine.close()
+
+
+@pytest.mark.sweep
+def test_engine_and_trainer_agree_on_a_mixture(world, tmp_path):
+    """Its experts are published in another form than transformers holds them, and vLLM reads that form."""
+    model = make_vision_model("qwen3_vl_moe", tmp_path / "model")
+    rows = [write_rows(tmp_path / "rows.parquet", ROWS)]
+    prompts = load_prompts(rows, AutoTokenizer.from_pretrained(model), DataConfig())
+    test_engine_and_trainer_agree_before_and_after_a_sync(model, prompts, world, "vllm")
 
 
 @pytest.mark.sweep
