@@ -104,6 +104,8 @@ def stand_in_for_vllm() -> None:
     contents = {
         "vllm": {"LLM": StandIn, "SamplingParams": types.SimpleNamespace},
         "vllm.sampling_params": {"RequestOutputKind": types.SimpleNamespace(FINAL_ONLY=1)},
+        "vllm.compilation": {},
+        "vllm.compilation.decorators": {"_support_torch_compile": lambda cls: cls},
         "vllm.engine": {},
         "vllm.v1": {},
         "vllm.v1.engine": {"FinishReason": types.SimpleNamespace(ABORT=2)},

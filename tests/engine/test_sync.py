@@ -59,7 +59,7 @@ def test_vllm_follows_every_family_and_comes_back(family, tied, world, tmp_path)
 
 
 @pytest.mark.parametrize("family", [
-    "glm", pytest.param("deepseek_v3", marks=pytest.mark.sweep), pytest.param("mixtral", marks=pytest.mark.sweep),
+    "glm", pytest.param("ernie4_5_moe", marks=pytest.mark.sweep), pytest.param("mixtral", marks=pytest.mark.sweep),
 ])
 def test_vllm_follows_families_that_it_takes_in_another_form(family, world, tmp_path):
     """Mixtures whose experts it loads one by one, as they are published, and a family that it runs with transformers'
