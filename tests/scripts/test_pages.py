@@ -226,7 +226,8 @@ def test_links_of_evidence_exist(page):
 def test_wrong_flags_paths_and_links_are_found(known, names, tmp_path):
     assert len(known) > 250 and len(names) > 200
     good = ("`--optim.lr 1`, `--policy.no-liger`, `--correction.*`, `--save.no-async`, `--critic-optim.kind`, "
-            "`--gpus`, `--data.max-length`, `--large-table`, `--adapter`, `--compare`, `--step`, an em-dash--here, a--b")
+            "`--gpus`, `--data.max-length`, `--large-table`, `--adapter`, `--compare`, `--step`, "
+            "an em-dash--here, `a--b`")
     assert unknown_flags(good, known) == set()
     wrong = {"--optim.rate", "--policy.no-rank", "--corrections.*", "--lora.lr", "--adaptor", "--stepped"}
     assert unknown_flags(" ".join(f"`{flag} 1`" for flag in wrong) + good, known) == wrong
