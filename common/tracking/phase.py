@@ -83,10 +83,8 @@ class Phase:
 
     def term(self, name: str, values: Tensor) -> Tensor:
         """A term of the loss, of any shape, as it is added: `loss = loss + update.term("kl", coef * kl)`. Returns
-        `values`. With --log.signal the metrics tell its share of the gradient; what has no name is "other". Raises
-        ValueError in the update of another model than the policy."""
-        if self.name != "update_actor":
-            raise ValueError(f"{self.name}: update.term({name!r}) is for the phase update_actor")
+        `values`. With --log.signal the metrics tell its share of the policy's gradient, in the phase update_actor; what
+        has no name is "other"."""
         return values if self.terms is None else self.terms.term(name, values)
 
     def done(self, microbatch: Batch, output: Tensor, entropy: Tensor | None = None,

@@ -3,6 +3,7 @@ commands: test_docs.py. Where a rule is checked by a function, a second test sho
 """
 
 import ast
+import fnmatch
 import itertools
 import re
 from pathlib import Path
@@ -58,12 +59,15 @@ def flags_of_scripts() -> set[str]:
 
 
 def flags_of_tools() -> set[str]:
-    """Of argparse, of tyro's dataclasses and functions, and names that `tyro.conf.arg` gives."""
+    """Of argparse, of tyro's dataclasses and functions, and names that `tyro.conf.arg` gives. A tool that reads its
+    command line by `flags_in` has its flags as texts."""
     found = set()
     folders = ("tools", "data", *(f"tests/{name}" for name in ("bench", "gpu", "cuda", "checkpoint", "model")))
     for file in [file for folder in folders for file in (ROOT / folder).glob("*.py")]:
         text = file.read_text()
         found |= set(re.findall(r'add_argument\(\s*"(--[\w-]+)"', text))
+        if re.search(r"import .*\bflags_in\b", text):
+            found |= set(re.findall(r'"(--[a-z][\w-]*)"', text))
         if "tyro" not in text and "run_script" not in text:
             continue
         for node in ast.walk(ast.parse(text)):
@@ -163,22 +167,32 @@ TIMES = ("timing_s/", "timing_per_token_ms/")  # by phase: one row is of them al
 
 
 def metrics_in(source: str) -> set[str]:
-    """What looks like a metric's name among the texts of a source; those that are put together there have no row."""
-    texts = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
-    names = {text for text in texts if isinstance(text, str) and re.fullmatch(r"[a-z_]+(/[a-z]\w*)+", text)}
+    """What looks like a metric's name among the texts of a source. A name that begins with _ is not logged. What an
+    f-string fills in is *; a name that begins or ends with it has no row of its own."""
+    nodes = list(ast.walk(ast.parse(source)))
+    filled = [node for node in nodes if isinstance(node, ast.JoinedStr)]
+    parts = {id(part) for node in filled for part in node.values}
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and id(node) not in parts}
+    names = {text for text in texts if isinstance(text, str) and re.fullmatch(r"[a-z]\w*(/[a-z]\w*)+", text)}
+    for node in filled:
+        text = "".join(part.value if isinstance(part, ast.Constant) else "*" for part in node.values)
+        names |= {text} if re.fullmatch(r"[a-z]\w*(/[\w*]+)*/[\w*]*[a-z]", text) else set()
     return {name for name in names if not re.fullmatch(NO_METRICS, name) and not name.startswith(TIMES)}
 
 
 def unexplained(names: set[str], text: str) -> set[str]:
     """Names that a page's spans of code do not have: a name with braces is several, `.../x` ends as another does. A row
-    of NAME or * is for names that a user gives, and does not explain one that is written in a source."""
+    of NAME or * is for names that a user gives, and does not explain one that is written in a source; but a/b/NAME
+    explains a/b, to which a source adds the rest, and a name with * is explained by one row that it fits."""
     shown, ends = set(), set()
     for span in re.findall(r"`([^`\n]+)`", text):
         parts = [part.split(",") if n % 2 else [part] for n, part in enumerate(re.split(r"[{}]", span))]
         for one in map("".join, itertools.product(*parts)):
             shown |= {one, re.sub(r"[/_]mean$", "", one)}               # of a mean, least and largest
+            shown |= {re.sub(r"(?<=\w)/[A-Z]+$", "", one)}
             ends |= {one.removeprefix("...")} if one.startswith(".../") else set()
-    return {name for name in names - shown if not name.endswith(tuple(ends))}
+    missing = {name for name in names - shown if not name.endswith(tuple(ends))}
+    return {name for name in missing if "*" not in name or not fnmatch.filter(shown, name)}
 
 
 def test_every_metric_is_explained():
@@ -194,6 +208,12 @@ def test_a_metric_without_a_row_is_found():
     names = metrics_in(source)
     assert names == {"perf/asked_frac", "actor/a", "val/b"}
     assert unexplained(names, "`perf/*` `actor/NAME` `val/{a,b}`") == {"perf/asked_frac", "actor/a"}
+    source = 'shares(terms, "signal/share")\nadd("_signal/b", f"_signal/{x}_c", f"signal/near_{x}_frac", f"{x}/d")'
+    names = metrics_in(source)
+    assert names == {"signal/share", "signal/near_*_frac"}
+    assert unexplained(names, "`signal/share/TERM`, `signal/near_*_frac`") == set()
+    assert unexplained(names, "`signal/share/TERM`, `signal/near_{a,b}_frac`") == set()
+    assert unexplained(names, "`signal/shares/TERM`, `signal/share/a`, `signal/NAME`, `signal/far_a_frac`") == names
     assert unexplained({"x/a", "x/c_high"}, "`x/a/mean`, `x/c{,_high}` `y/b`, `.../d`") == set()
     assert unexplained({"y/d", "y/e"}, "`y/b`, `.../d`") == {"y/e"}
 
@@ -206,9 +226,10 @@ def test_links_of_evidence_exist(page):
 def test_wrong_flags_paths_and_links_are_found(known, names, tmp_path):
     assert len(known) > 250 and len(names) > 200
     good = ("`--optim.lr 1`, `--policy.no-liger`, `--correction.*`, `--save.no-async`, `--critic-optim.kind`, "
-            "`--gpus`, `--data.max-length`, `--large-table`, `--adapter`, `--compare`, an em-dash--here, `a--b`")
+            "`--gpus`, `--data.max-length`, `--large-table`, `--adapter`, `--compare`, `--step`, "
+            "an em-dash--here, `a--b`")
     assert unknown_flags(good, known) == set()
-    wrong = {"--optim.rate", "--policy.no-rank", "--corrections.*", "--lora.lr", "--adaptor", "--nproc"}
+    wrong = {"--optim.rate", "--policy.no-rank", "--corrections.*", "--lora.lr", "--adaptor", "--stepped"}
     assert unknown_flags(" ".join(f"`{flag} 1`" for flag in wrong) + good, known) == wrong
     good = ("common/losses.py tests/bench `common/*.py` data/gsm8k/train.parquet data/gsm8k.py:f rewards/FUNCTION/mean "
             "(envs/calculator.py), grpo.py mine.py losses.py https://x.org/docs/none.md verl/docs/none.md "

@@ -151,8 +151,7 @@ def test_a_term_is_what_was_given_where_nothing_is_measured():
     terms.begin(3)
     values = torch.ones(2, requires_grad=True)
     assert terms.term("a", values) is values and terms.close() == {}
-    with pytest.raises(ValueError, match=r"update_critic: update.term.* is for the phase update_actor"):
-        Phase(None, "update_critic", []).term("a", values)
+    assert Phase(None, "update_rival", []).term("policy", values) is values             # of a fork's second policy
 
 
 def rollout_of(scores: list[float], **parts: list[float]) -> Rollout:
