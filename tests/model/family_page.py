@@ -5,6 +5,7 @@ import re
 from collections import defaultdict
 from typing import Any
 
+from common.forward.vision import FAMILIES
 from tests.conftest import ROOT
 
 FOUND = ROOT / "tests/evidence/families.json"
@@ -49,7 +50,10 @@ def tables(found: dict[str, dict[str, Any]]) -> str:
     refused: dict[str, list[str]] = defaultdict(list)
     for family, of_family in found.items():
         if of_family["result"] == "trains packed":
-            trained[tuple(short(of_family.get(name, "not run")) for name in COLUMNS)].append(family)
+            cells = {name: short(of_family.get(name, "not run")) for name in COLUMNS}
+            if family in FAMILIES:
+                cells["vLLM"] = "yes, images"           # tests/vision/test_engines.py
+            trained[tuple(cells.values())].append(family)
         elif of_family["result"] == "refused":
             refused[reason_of(of_family["why"])].append(family)
     lines = [f"| train packed | {' | '.join(COLUMNS)} |", f"| --- | {'--- | ' * len(COLUMNS)}".rstrip()]
