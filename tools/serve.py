@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from common.flags.servers import is_loopback
+from common.servers.group import BACKEND
 from common.servers.guard import KEY
 from common.servers.vllm import EXTENSION
 
@@ -198,7 +199,7 @@ def vllm_command(args: argparse.Namespace, has_key: bool) -> list[str]:
         "--load-format", "dummy",  # weights come from the trainer, before the first use
         "--enable-scale-out",  # the route for token ids
         "--worker-extension-cls", EXTENSION,
-        "--weight-transfer-config", json.dumps({"backend": "folder"}),
+        "--weight-transfer-config", json.dumps({"backend": BACKEND}),
     ]
     if not args.gpus:  # as common/engine/vllm.py, for the same reasons
         command += ["--enforce-eager", "--block-size", "32", "--no-enable-chunked-prefill",

@@ -1,16 +1,17 @@
-"""Inside the workers of `vllm serve`: a weight transfer engine of vLLM's own factory that reads a shared folder.
+"""Inside the workers of `vllm serve`: a weight transfer engine of vLLM's own factory that reads a shared folder, or
+receives the tensors from the trainer by gloo or NCCL.
 
     VLLM_SERVER_DEV_MODE=1 PYTHONPATH=<this repository> vllm serve MODEL --enable-scale-out \\
         --logprobs-mode processed_logprobs --worker-extension-cls tools.vllm_worker.Extension \\
-        --weight-transfer-config '{"backend": "folder"}'
+        --weight-transfer-config '{"backend": "trainer"}'
 
-It works on all devices, and compares the checksums that the trainer wrote beside the weights with those of what the
-worker then holds, as `common/engine/vllm.py` does in one process.
+It works on all devices, and compares the trainer's checksums with those of what the worker then holds, as
+`common/engine/vllm.py` does in one process.
 """
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,10 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from common.engine.vllm_changes import start_on_cpu
 from common.servers.folder import read_checksums
+from common.servers.group import BACKEND, Group, Meeting, join
 from common.sync.checksums import differing, engine_name
 from common.sync.weights import EngineWeights
 
-BACKEND = "folder"
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers")
 
 
@@ -59,30 +60,38 @@ class Extension:
 
 
 @dataclass
-class FolderInit(WeightTransferInitInfo):
-    """Nothing is agreed on before the first update."""
+class TrainerInit(Meeting, WeightTransferInitInfo):
+    """Of a transfer by a group."""
 
 
 @dataclass
-class FolderUpdate(WeightTransferUpdateInfo):
-    folder: str  # of `folder.WeightFolder`
+class TrainerUpdate(WeightTransferUpdateInfo):
+    folder: str = ""  # of `folder.WeightFolder`; "": the group sends what follows, in this order
+    names: list[str] = field(default_factory=list)
+    dtype_names: list[str] = field(default_factory=list)
+    shapes: list[list[int]] = field(default_factory=list)
+    sums: dict[str, tuple[int, int]] = field(default_factory=dict)  # as `as_numbers` gives them
 
 
-class FolderEngine(WeightTransferEngine[FolderInit, FolderUpdate]):
-    init_info_cls = FolderInit
-    update_info_cls = FolderUpdate
+class TrainerEngine(WeightTransferEngine[TrainerInit, TrainerUpdate]):
+    init_info_cls = TrainerInit
+    update_info_cls = TrainerUpdate
     supports_draft_weight_update = False
 
     def __init__(self, config: WeightTransferConfig, vllm_config: Any, device: torch.device, model: torch.nn.Module):
         super().__init__(config, vllm_config, device, model)
         self.held = ("", -1)
-        """The run and the version of the weights that were loaded last."""
+        """The run and the version of the weights that were loaded last from a folder."""
+        self.group: Group | None = None
         self.num_compared = 0
         self.name_of = engine_name(model)
         self.weights = EngineWeights(model, vllm_config, self.model_config.dtype, device.type == "cpu")
 
-    def init_transfer_engine(self, init_info: FolderInit) -> None:
-        pass
+    def init_transfer_engine(self, init_info: TrainerInit) -> None:
+        self.shutdown()
+        parallel = self.parallel_config
+        rank = 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank
+        self.group = join(init_info, rank, None, self.device)
 
     def start_weight_update(self) -> None:
         pass
@@ -91,19 +100,38 @@ class FolderEngine(WeightTransferEngine[FolderInit, FolderUpdate]):
         pass
 
     def shutdown(self) -> None:
-        pass
+        if self.group is not None:
+            self.group.close()
+            self.group = None
 
-    def receive_weights(self, update_info: FolderUpdate) -> None:
-        """Load all weights of the folder. Raises ValueError if they are older than those that are held, which a request
-        may be that a stopped server reads late, and if this model has other weights or then does not hold them."""
-        folder = Path(update_info.folder)
-        run, version, written = read_checksums(folder)
+    def receive_weights(self, update_info: TrainerUpdate) -> None:
+        """Load all weights of the folder, or of the group, which ends here. Raises ValueError if they are older than
+        those that are held, which a request may be that a stopped server reads late, and if this model has other
+        weights or then does not hold them. Raises RuntimeError if the trainer is gone."""
+        try:
+            if update_info.folder:
+                folder = Path(update_info.folder)
+                run, version, sums = read_checksums(folder)
+                if run == self.held[0] and version < self.held[1]:
+                    raise ValueError(f"weights of version {version} come after those of version {self.held[1]}")
+                self._load(tensors_of(folder), sums)
+                self.held = (run, version)
+            else:
+                self._load(self._received(update_info), update_info.sums)
+        finally:
+            self.shutdown()
+
+    def _received(self, update_info: TrainerUpdate) -> Iterator[tuple[str, Tensor]]:
+        if self.group is None:
+            raise RuntimeError("no trainer has joined: weights come after /init_weight_transfer_engine")
+        for name, dtype, shape in zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True):
+            yield name, self.group.receive(shape, getattr(torch, dtype))
+
+    def _load(self, tensors: Iterator[tuple[str, Tensor]], written: dict[str, tuple[int, int]]) -> None:
         sent = {}
         for name, (total, numel) in written.items():
             sent[self.name_of(name)] = torch.tensor(total, dtype=torch.float64), numel
-        if run == self.held[0] and version < self.held[1]:
-            raise ValueError(f"weights of version {version} come after those of version {self.held[1]}")
-        missing = sorted(self.weights.load(tensors_of(folder)))
+        missing = sorted(self.weights.load(tensors))
         if missing:
             raise ValueError(f"nothing that the trainer sent goes into {len(missing)} weights of the server "
                              f"({', '.join(missing[:3])}): it serves another model")
@@ -113,7 +141,6 @@ class FolderEngine(WeightTransferEngine[FolderInit, FolderUpdate]):
             raise ValueError(f"checksums differ: the server does not hold the trainer's weights in {len(differ)} "
                              f"tensors: {', '.join(differ[:5])}")
         self.num_compared = len(held)
-        self.held = (run, version)
 
 
 def tensors_of(folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -123,7 +150,7 @@ def tensors_of(folder: Path) -> Iterator[tuple[str, Tensor]]:
                 yield name, opened.get_tensor(name)
 
 
-WeightTransferEngineFactory.register_engine(BACKEND, FolderEngine)
+WeightTransferEngineFactory.register_engine(BACKEND, TrainerEngine)
 PATCHES = contextlib.ExitStack()
 """For as long as the server runs: its linear layers keep the weights that a sync writes."""
 if not torch.cuda.is_available():

@@ -6,6 +6,7 @@ with other weights than the present ones is sampled anew, so that every token of
 engine was given last.
 """
 
+import importlib.util
 import os
 import secrets
 import time
@@ -13,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from common.dataset.images import Images
@@ -22,9 +24,10 @@ from common.flags.rollout import SamplingConfig
 from common.flags.servers import read_addresses
 from common.parallel.ranks import all_gather_objects, all_max, on_main
 from common.servers.client import ServerError
-from common.servers.dialect import Answer, Ask, Needs
+from common.servers.dialect import Answer, Ask, Needs, Weights
 from common.servers.folder import WeightFolder
 from common.servers.pool import Pool
+from common.servers.transfer import HeldWeights
 from common.sync.checksums import Checksum, as_numbers
 from common.sync.names import PublishedNames
 from envs.runtime.response import Response
@@ -48,7 +51,8 @@ class ServerEngine(Engine):
         self.limit_s = max(setup.world.timeout.total_seconds() - 300, 1.0)  # --save.timeout-s
         text = setup.hf_config.get_text_config()
         sizes = {name: getattr(text, name) for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
-        needs = Needs(setup.model_config.compute_dtype, setup.max_model_len, sizes)
+        check_transfer(config.server_transfer, setup.world.device)
+        needs = Needs(setup.model_config.compute_dtype, setup.max_model_len, sizes, config.server_transfer)
         self.pool = Pool(
             lambda: read_addresses(config.servers, config.server_auth_env),
             os.environ.get(config.server_auth_env, ""),
@@ -71,28 +75,32 @@ class ServerEngine(Engine):
                 self.pool.close()
                 raise ValueError(f"--rollout.servers: {of_rank}")
         self.names = PublishedNames(setup.hf_config)
-        self.weights: WeightFolder | None = None
+        self.weights: WeightFolder | HeldWeights | None = None
         if setup.world.rank == 0:
-            self.weights = WeightFolder(Path(config.server_weights or own_folder()), f"weights_{self.name}", self.dtype)
+            run = f"weights_{self.name}"
+            if config.server_transfer == "folder":
+                self.weights = WeightFolder(Path(config.server_weights or own_folder()), run, self.dtype)
+            else:
+                self.weights = HeldWeights(run, self.dtype, config.server_transfer, setup.world.device)
 
     def _load(self, tensors: Iterator[tuple[str, Tensor]], sent: dict[str, Checksum]) -> tuple[int, set[str]]:
-        """The first rank writes the weights, and the servers load them; then the other ranks may ask the servers."""
+        """The first rank writes the weights, or keeps a copy, and the servers load them; then the other ranks may ask the servers."""
         if self.weights is None:
             for _ in tensors:
                 pass
         else:
             self.weights.write(self.names.of(tensors))
             self.weights.complete(as_numbers(sent))
-            self._present(self.weights.folder, self.weights.name)
-        held = on_main(self.world, lambda: (self.weights.folder, self.weights.name, self.pool.num_compared))
+            self._present(self.weights.last, self.weights.name)
+        name, num_compared = on_main(self.world, lambda: (self.weights.name, self.pool.num_compared))
         if self.weights is None:
-            self._present(*held[:2])
+            self._present(None, name)
         else:
             self.weights.remove_older()
-        return held[2], set()
+        return num_compared, set()
 
-    def _present(self, folder: Path, version: str) -> None:
-        self.pool.present(folder, version)
+    def _present(self, weights: Weights | None, version: str) -> None:
+        self.pool.present(weights, version)
         try:
             self.pool.wait_ready(self.limit_s)
         except ServerError as error:
@@ -150,6 +158,18 @@ class ServerEngine(Engine):
         self.pool.close()
         if self.weights is not None:
             self.weights.remove()
+
+
+def check_transfer(kind: str, device: torch.device) -> None:
+    """Raises ValueError, on all ranks, where NCCL cannot send."""
+    if kind != "nccl":
+        return
+    if device.type != "cuda":
+        raise ValueError("--rollout.server-transfer nccl needs a GPU on the ranks that sample, which have none here: "
+                         "set it to gloo or folder")
+    if importlib.util.find_spec("vllm") is None:
+        raise ValueError("--rollout.server-transfer nccl needs vLLM beside the trainer: install it, or set gloo or "
+                         "folder")
 
 
 def response_of(answer: Answer) -> Response:

@@ -5,6 +5,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 from urllib.parse import urlsplit
 
 
@@ -18,6 +19,10 @@ class ServerConfig:
     server_weights: str = ""
     """Folder for the weights of each sync, on a disk or in memory that the servers see too. Default: a temporary
     one, if all servers are on this machine. Needs --rollout.engine server."""
+    server_transfer: Literal["folder", "gloo", "nccl"] = "folder"
+    """How the weights of each sync reach the servers: by files in --rollout.server-weights, or, to vLLM, tensor by
+    tensor and not encrypted, from a copy in the host's memory: gloo by TCP, nccl from GPU to GPU. Needs
+    --rollout.engine server."""
     server_auth_env: str = ""
     """Name of the environment variable that holds the servers' key, sent as a bearer token. Servers on other machines
     must have one. Needs --rollout.engine server."""
@@ -85,6 +90,10 @@ def check_servers(config: ServerConfig, engine: str) -> None:
         raise ValueError(f"--rollout.servers {' '.join(config.servers)} names no server")
     if config.server_timeout_s <= 0:
         raise ValueError(f"--rollout.server-timeout-s {config.server_timeout_s:g} must be above 0")
-    if not config.server_weights and not all(map(is_loopback, urls)):
-        raise ValueError("--rollout.server-weights must name a folder that this machine and the servers see: some "
-                         "servers are on other machines")
+    by_folder = config.server_transfer == "folder"
+    if config.server_weights and not by_folder:
+        raise ValueError(f"--rollout.server-weights {config.server_weights} is not read with --rollout.server-transfer "
+                         f"{config.server_transfer}: leave it out")
+    if by_folder and not config.server_weights and not all(map(is_loopback, urls)):
+        raise ValueError("--rollout.server-weights must name a folder that this machine and the servers see, or "
+                         "--rollout.server-transfer be gloo or nccl: some servers are on other machines")

@@ -8,7 +8,10 @@ from typing import Any, ClassVar, Protocol
 
 from common.flags.rollout import SamplingConfig
 from common.servers.client import Client, Refused
+from common.servers.transfer import Held
 
+Weights = Path | Held
+"""What a server is given: a folder of folder.py, or weights that a group sends."""
 LOGP_ROUNDING = 1e-3
 """By which a log-prob of a bfloat16 model may be above 0."""
 
@@ -41,6 +44,7 @@ class Needs:
     dtype: str  # compute dtype: float32, bfloat16, float16
     max_length: int  # tokens of prompt and response
     sizes: dict[str, int]  # of the model's text config: vocab_size, hidden_size, num_hidden_layers
+    transfer: str = "folder"  # of the weights: folder, gloo, nccl
 
 
 class Dialect(Protocol):
@@ -73,10 +77,10 @@ class Dialect(Protocol):
         server does not know are ignored."""
 
     @staticmethod
-    async def load(client: Client, folder: Path, version: str) -> int:
-        """Abort all requests, load the weights of this folder (weight_folder.py), compare them with its checksums as
-        far as the server can, forget the prefixes that older weights computed, and sample on with this version. Returns
-        the number of tensors that were compared. Whatever an earlier load left unfinished is no obstacle."""
+    async def load(client: Client, weights: Weights, version: str) -> int:
+        """Abort all requests, load these weights, compare them with their checksums as far as the server can, forget
+        the prefixes that older weights computed, and sample on with this version. Returns the number of tensors that
+        were compared. Whatever an earlier load left unfinished is no obstacle."""
 
 
 def check_answer(client: Client, ask: Ask, answer: Answer, vocabulary: int) -> None:

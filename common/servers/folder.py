@@ -29,6 +29,11 @@ class WeightFolder:
         return self.path / f"{self.version:06d}"
 
     @property
+    def last(self) -> Path:
+        """What the servers are given."""
+        return self.folder
+
+    @property
     def name(self) -> str:
         """Of the version, at the servers."""
         return f"{self.run}-{self.version:06d}"

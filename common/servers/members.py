@@ -12,10 +12,9 @@ import queue
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from common.servers.client import Client, Gone, Refused, ServerError
-from common.servers.dialect import Answer, Ask, Dialect, Needs, check_answer
+from common.servers.dialect import Answer, Ask, Dialect, Needs, Weights, check_answer
 from common.servers.sglang import SGLang
 from common.servers.vllm import VLLM
 
@@ -60,7 +59,7 @@ class Members:
         self.failures: dict[int, int] = {}
         self.aborted: set[int] = set()  # while they are being aborted
         self.ended: queue.SimpleQueue[tuple[int, Answer] | ServerError] = queue.SimpleQueue()
-        self.folder = Path()
+        self.weights: Weights | None = None
         self.version = ""  # "": servers need not hold any weights yet
         self.num_moved = 0  # requests that began anew
         self.num_compared = 0  # tensors of the last weights
@@ -121,7 +120,7 @@ class Members:
             server.is_ready = False
             if not self.loads:
                 return
-            self.num_compared = await dialect.load(client, self.folder, version)
+            self.num_compared = await dialect.load(client, self.weights, version)
             held = await dialect.version(client)
             if held != version:
                 raise Gone(client.line(f"it was given the weights {version} and holds {held}: does another run use "
@@ -225,8 +224,8 @@ class Members:
         except ServerError as error:
             self._lose(server, error)
 
-    async def present(self, folder: Path, version: str) -> None:
-        self.folder = folder
+    async def present(self, weights: Weights | None, version: str) -> None:
+        self.weights = weights
         self.version = version
         for server in self.servers.values():
             server.is_ready = False

@@ -7,11 +7,10 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 from common.servers.client import Gone, Refused, ServerError
-from common.servers.dialect import Answer, Ask, Needs
+from common.servers.dialect import Answer, Ask, Needs, Weights
 from common.servers.members import Members
 
 SLOWER = 4.0
@@ -70,9 +69,9 @@ class Pool:
         self.open -= wanted
         return sorted(parts.items())
 
-    def present(self, folder: Path, version: str) -> None:
-        """From now on servers must hold these weights."""
-        self._submit(self.members.present(folder, version)).result()
+    def present(self, weights: Weights | None, version: str) -> None:
+        """From now on servers must hold these weights. None: another rank gives them."""
+        self._submit(self.members.present(weights, version)).result()
 
     def wait_ready(self, most_s: float, stop: Callable[[], bool] = lambda: False) -> None:
         """Wait until the servers are ready: for the first one at most so long, and then for those that are not much

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from common.servers.client import Client, Refused
-from common.servers.dialect import Answer, Ask, Needs, versions_of
+from common.servers.dialect import Answer, Ask, Needs, Weights, versions_of
 from common.servers.sglang_sums import checksums_of, parts_of
 
 BYTES_OF_TOKEN = 512  # of an answer, at most
@@ -44,6 +44,8 @@ class SGLang:
             found.append(f"its sequences have at most {info['max_req_input_len']} tokens, must be {needs.max_length} "
                          f"(--data.max-prompt-length and --rollout.max-response-length): start it with "
                          f"--context-length {needs.max_length + 6} and at least as many --max-total-tokens")
+        if needs.transfer != "folder":
+            found.append(f"SGLang takes no weights by --rollout.server-transfer {needs.transfer}: set it to folder")
         for flag in ("speculative_algorithm", "quantization"):
             if info[flag]:
                 found.append(f"its weights come with --{flag.replace('_', '-')} {info[flag]}, which a sync does not "
@@ -97,7 +99,9 @@ class SGLang:
             await client.call("/abort_request", {"rid": unambiguous(name)})
 
     @staticmethod
-    async def load(client: Client, folder: Path, version: str) -> int:
+    async def load(client: Client, weights: Weights, version: str) -> int:
+        assert isinstance(weights, Path)  # `problems` refuses others
+        folder = weights
         await client.call("/pause_generation", {"mode": "abort"}, timeout_s=None)
         update = {"model_path": str(folder), "weight_version": version, "flush_cache": True, "load_format": "auto"}
         await client.call("/update_weights_from_disk", update, timeout_s=None)

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from common.servers.client import Client, Gone, Refused, ServerError
-from common.servers.dialect import Answer, Ask, Needs, versions_of
+from common.servers.dialect import Answer, Ask, Needs, Weights, versions_of
+from common.servers.group import BACKEND
+from common.servers.transfer import transfer
 
 PREFIX = "generate-tokens-"  # of the engine's names for the requests of this route
 BYTES_OF_TOKEN = 512  # of an answer, at most
@@ -19,7 +21,7 @@ EXTENSION = "tools.vllm_worker.Extension"
 START = {
     403: "--enable-scale-out",
     404: "VLLM_SERVER_DEV_MODE=1 in its environment",
-    500: f"""--worker-extension-cls {EXTENSION} --weight-transfer-config '{{"backend": "folder"}}'""",
+    500: f"""--worker-extension-cls {EXTENSION} --weight-transfer-config '{{"backend": "{BACKEND}"}}'""",
 }
 """What a server was not started with that answers with this status."""
 
@@ -46,8 +48,8 @@ class VLLM:
                 raise
             return [f"{error}; start it with {flag}, as tools.serve does"]
         problems = []
-        if found["transfer"] != "folder":
-            problems.append(f"it does not load weights from a folder: start it with {START[500]}")
+        if found["transfer"] != BACKEND:
+            problems.append(f"it does not load weights from a trainer: start it with {START[500]}")
         if found["logprobs_mode"] != "processed_logprobs":
             problems.append(f"its log-probs are {found['logprobs_mode']}, not those of what it samples from: start it "
                             f"with --logprobs-mode processed_logprobs")
@@ -101,12 +103,15 @@ class VLLM:
         await client.call("/inference/v1/abort_requests", {"request_ids": [PREFIX + name for name in names]})
 
     @staticmethod
-    async def load(client: Client, folder: Path, version: str) -> int:
+    async def load(client: Client, weights: Weights, version: str) -> int:
         await client.call("/pause?mode=abort", {})
         with contextlib.suppress(Gone):  # an earlier load was left unfinished: what it began is ended here
             await client.call("/start_weight_update", {}, timeout_s=None)
         try:
-            await client.call("/update_weights", {"update_info": {"folder": str(folder)}}, timeout_s=None)
+            if isinstance(weights, Path):
+                await client.call("/update_weights", {"update_info": {"folder": str(weights)}}, timeout_s=None)
+            else:
+                await transfer(client, weights)
         except Gone as error:
             if error.status:  # the worker said no
                 raise Refused(str(error), error.status) from None

@@ -49,7 +49,7 @@ class VLLMServer:
             "dtype": dtype, "max-model-len": "1024", "max-num-seqs": "64", "max-num-batched-tokens": "2048",
             "block-size": "32", "logprobs-mode": "processed_logprobs", "load-format": "dummy",
             "worker-extension-cls": "tools.vllm_worker.Extension",
-            "weight-transfer-config": '{"backend": "folder"}',
+            "weight-transfer-config": '{"backend": "trainer"}',
         } | {name.replace("_", "-"): value for name, value in flags.items()}
         self.new_port()
 

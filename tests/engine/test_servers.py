@@ -344,19 +344,22 @@ def test_servers_on_other_machines_need_a_folder_that_they_see(monkeypatch):
         check_servers(config, config.engine)
 
 
-@pytest.fixture
-def engine(servers, world, tiny_llama):
+def engine_setup(servers, world, tiny_llama) -> EngineSetup:
     config = AutoConfig.from_pretrained(tiny_llama)
     for server in servers:
         server.sizes = {name: getattr(config, name) for name in SIZES}
     rollout = RolloutConfig(engine="server", servers=tuple(server.url for server in servers), max_response_length=8,
                             server_timeout_s=TIMEOUT_S, max_probe_diff=0.0)
     brief = replace(world, timeout=timedelta(seconds=300 + 3))  # as --save.timeout-s 3
-    setup = EngineSetup(tiny_llama, config, rollout, ModelConfig(compute_dtype="bfloat16"), brief, [[1, 2, 3]], [2], 64,
-                        0)
     for server in servers:
         server.model["dtype"] = "bfloat16"
-    engine = make_engine(setup)
+    return EngineSetup(tiny_llama, config, rollout, ModelConfig(compute_dtype="bfloat16"), brief, [[1, 2, 3]], [2], 64,
+                       0)
+
+
+@pytest.fixture
+def engine(servers, world, tiny_llama):
+    engine = make_engine(engine_setup(servers, world, tiny_llama))
     yield engine
     engine.close()
 

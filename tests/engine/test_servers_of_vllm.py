@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from common.servers.client import Refused
 from common.servers.dialect import Ask, Needs
 from common.servers.folder import WeightFolder
 from common.servers.pool import Pool
+from common.servers.transfer import Held
 from common.sync.checksums import as_numbers, checksum
 from tests.conftest import STOPS, VOCAB, launch
 from tests.engine.servers import KEY, VLLMServer, make_model
@@ -73,6 +75,8 @@ def test_in_turn_a_server_samples_what_the_engine_in_process_does(server, model,
     launch("grpo.py", *given, *flags_of(server), "--run-dir", tmp_path / "server")
     launch("grpo.py", *given, *IN_PROCESS, "--run-dir", tmp_path / "own")
     must_be_the_same(tmp_path / "server", tmp_path / "own", 3)
+    launch("grpo.py", *given, *flags_of(server), "--rollout.server-transfer", "gloo", "--run-dir", tmp_path / "gloo")
+    must_be_the_same(tmp_path / "gloo", tmp_path / "own", 3)
 
 
 def test_samplers_that_ask_a_server_make_the_rollouts_of_those_with_an_engine(server, model, small_train, tmp_path):
@@ -178,3 +182,93 @@ def test_a_server_without_a_key_in_the_request_answers_nothing(server, model, sm
                   "--rollout.servers", server.url, "--rollout.server-timeout-s", "5", "--total-steps", "1",
                   "--run-dir", tmp_path, check=False)
     assert done.returncode != 0 and "status 401" in done.stdout + done.stderr
+
+
+class SlowTensors(dict):
+    """Calls `at_tensor` before each tensor is sent."""
+
+    def values(self):
+        for number, tensor in enumerate(super().values()):
+            if self.is_sent:
+                self.at_tensor(number)
+            yield tensor
+        self.is_sent = True  # they were described
+
+    is_sent = False
+
+
+def held_of(model: str, factor: float, tensors: type[dict] = dict, wrong: str = "") -> Held:
+    from safetensors.torch import load_file
+
+    found = tensors({name: one * factor for name, one in load_file(Path(model) / "model.safetensors").items()})
+    sums = as_numbers({name: checksum(tensor, torch.float32) for name, tensor in found.items()})
+    if wrong:
+        sums[wrong] = (sums[wrong][0] + 1, sums[wrong][1])
+    return Held("gloo", torch.device("cpu"), found, sums)
+
+
+def logp_of(model: str, factor: float, tokens: list[int], prompt: list[int]) -> list[float]:
+    """By transformers."""
+    from transformers import AutoModelForCausalLM
+
+    lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in lm.parameters():
+            parameter *= factor
+        logp = lm(torch.tensor([prompt + tokens])).logits[0].log_softmax(-1)
+    return logp[len(prompt) - 1 : -1].gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+
+
+def must_sample_as(pool: Pool, model: str, factor: float, version: str) -> None:
+    sample(pool, 1, 8)
+    answer = take(pool, 1)[1]
+    assert set(answer.versions) == {version} and pool.num_compared == 20
+    assert answer.logp == pytest.approx(logp_of(model, factor, answer.tokens, [*range(5, 40)]), abs=1e-4)
+
+
+def test_weights_by_a_group_are_compared_and_a_broken_transfer_is_made_up_for(server, model):
+    """The server stands still in the middle of a transfer: the trainer gives up, and the worker does when it goes on;
+    then it joins with a new group, and half a model leaves no trace."""
+    pool = Pool(lambda: [server.url], os.environ[KEY], 4.0, Needs("float32", 512, SIZES, "gloo"), 64, loads=True)
+    try:
+        pool.present(held_of(model, 1.5), "first")
+        pool.wait_ready(60.0)
+        must_sample_as(pool, model, 1.5, "first")
+        pool.present(held_of(model, 0.5, wrong="model.norm.weight"), "wrong")
+        with pytest.raises(Refused, match=r"checksums differ.*in 1 tensors: model.norm.weight"):
+            pool.wait_ready(60.0)
+        given = held_of(model, 0.8, SlowTensors)
+        stopped = []
+
+        def stop_once(number: int) -> None:
+            if number == 7 and not stopped:
+                stopped.append(number)
+                server.signal(signal.SIGSTOP)
+
+        given.tensors.at_tensor = stop_once
+        pool.present(given, "second")
+        end = time.monotonic() + 60
+        while "the transfer of weights broke" not in pool.troubles() and time.monotonic() < end:
+            time.sleep(0.1)
+        assert "the transfer of weights broke" in pool.troubles() and stopped == [7]
+        server.signal(signal.SIGCONT)
+        pool.wait_ready(60.0)
+        must_sample_as(pool, model, 0.8, "second")
+    finally:
+        server.signal(signal.SIGCONT)
+        pool.close()
+
+
+def test_nccl_is_called_as_vllm_has_it():
+    """Which no test here runs: what `common/servers/group.py` calls is there, with these arguments."""
+    import inspect
+
+    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+    from vllm.distributed.device_communicators.pynccl_wrapper import NCCL_UNIQUE_ID_BYTES, NCCLLibrary, ncclUniqueId
+    from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
+
+    inspect.signature(uid_init_process_group).bind(b"", 0, 2, torch.device("cuda", 0))
+    inspect.signature(PyNcclCommunicator.broadcast).bind(None, torch.zeros(1), src=0, stream=None)
+    inspect.signature(PyNcclCommunicator.destroy).bind(None)
+    inspect.signature(NCCLLibrary.ncclGetUniqueId).bind(None)
+    assert len(bytes(ncclUniqueId())) == NCCL_UNIQUE_ID_BYTES

@@ -3,9 +3,14 @@ wrongly. What is right on those routes is what the real server of `servers.py` d
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from aiohttp import web
+from torch import Tensor
+
+from common.servers.group import Group, Meeting, join
 
 VOCABULARY = 100
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 2}
@@ -28,6 +33,10 @@ class ToldServer:
         self.model = {"logprobs_mode": "processed_logprobs", "dtype": "float32", "max_model_len": 64}
         self.sizes = dict(SIZES)
         self.load_error = ""
+        self.group: Group | None = None
+        self.received: list[tuple[str, Tensor]] = []  # of the last transfer
+        self.sums: dict[str, Sequence[int]] = {}
+        self.at_tensor = lambda number: None  # called before the tensor of this number is received
         self.aborted: dict[str, asyncio.Event] = {}
         self.headers: list[str] = []
         self.port = 0
@@ -50,6 +59,8 @@ class ToldServer:
             web.get("/version", self._simple({"version": "0.32.0"})),
             web.get("/weight_info", self._weight_info),
             web.post("/collective_rpc", self._rpc),
+            web.get("/get_world_size", self._simple({"world_size": 1})),
+            web.post("/init_weight_transfer_engine", self._join),
             web.post("/update_weights", self._update),
             web.post("/finish_weight_update", self._finish),
             web.post("/reset_prefix_cache", self._simple({"success": True})),
@@ -97,13 +108,35 @@ class ToldServer:
 
     async def _rpc(self, request: web.Request) -> web.Response:
         method = (await request.json())["method"]
-        answer = {"transfer": "folder", "sizes": self.sizes} | self.model if method == "describe" else {"count": 3}
+        answer = {"transfer": "trainer", "sizes": self.sizes} | self.model if method == "describe" else {"count": 3}
         return web.json_response({"results": [answer]})
 
     async def _weight_info(self, request: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.version})
 
+    async def _join(self, request: web.Request) -> web.Response:
+        meeting = Meeting(**(await request.json())["init_info"])
+        self.group = await asyncio.to_thread(join, meeting, 1, None, torch.device("cpu"))
+        return web.json_response({})
+
+    def _receive(self, update: dict[str, Any]) -> None:
+        """What a worker does, in its own process."""
+        self.received = []
+        self.sums = update["sums"]
+        try:
+            for name, dtype, shape in zip(update["names"], update["dtype_names"], update["shapes"], strict=True):
+                self.at_tensor(len(self.received))
+                self.received.append((name, self.group.receive(shape, getattr(torch, dtype))))
+        finally:
+            self.group.close()
+
     async def _update(self, request: web.Request) -> web.Response:
+        update = (await request.json())["update_info"]
+        if "names" in update:
+            try:
+                await asyncio.to_thread(self._receive, update)
+            except RuntimeError as error:
+                return web.json_response({"error": {"message": str(error)}}, status=500)
         if self.load_error:
             return web.json_response({"error": {"message": self.load_error}}, status=500)
         return web.json_response({})
