@@ -84,7 +84,8 @@ class ServerEngine(Engine):
                 self.weights = HeldWeights(run, self.dtype, config.server_transfer, setup.world.device)
 
     def _load(self, tensors: Iterator[tuple[str, Tensor]], sent: dict[str, Checksum]) -> tuple[int, set[str]]:
-        """The first rank writes the weights, or keeps a copy, and the servers load them; then the other ranks may ask the servers."""
+        """The first rank writes the weights, or keeps a copy, and the servers load them; then the other ranks may ask
+        the servers."""
         if self.weights is None:
             for _ in tensors:
                 pass

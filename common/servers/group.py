@@ -60,10 +60,11 @@ class GlooGroup:
         if store is None:
             store = TCPStore(meeting.host, meeting.port, is_master=False, timeout=limit)
         own_host, _ = own_address(meeting.host)
-        options = ProcessGroupGloo._Options()
+        gloo: Any = ProcessGroupGloo  # torch's stubs do not have all of it
+        options = gloo._Options()
         options._timeout = limit
-        options._devices = [ProcessGroupGloo.create_device(hostname=own_host)]
-        self.group = ProcessGroupGloo(store, rank, meeting.size, options)
+        options._devices = [gloo.create_device(hostname=own_host)]  # listens on this address alone
+        self.group = gloo(store, rank, meeting.size, options)
         self.store = store  # must live as long as the group
         self.options = BroadcastOptions()
         self.options.rootRank = 0

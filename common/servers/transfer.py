@@ -19,6 +19,8 @@ from torch import Tensor
 from common.servers.client import Client, Gone
 from common.servers.group import Group, join, open_meeting
 
+MOST_HANGING = 4
+"""Transfers to one server that a library does not let end."""
 ANSWER_S = 5.0
 """Seconds for which a server may say why a transfer broke."""
 T = TypeVar("T")
@@ -67,6 +69,9 @@ class HeldWeights:
 
 async def transfer(client: Client, held: Held) -> None:
     """In an update that has begun. Raises Gone; the worker closes its own end, whatever happens."""
+    thread = f"transfer to {client.url}"
+    if sum(one.name == thread for one in threading.enumerate()) >= MOST_HANGING:
+        raise Gone(client.line(f"{MOST_HANGING} transfers of weights to it hang: start it with another port"))
     world = await client.call("/get_world_size")
     try:
         meeting, store = open_meeting(held.kind, client.url, 1 + world["world_size"], client.timeout_s)
@@ -74,7 +79,7 @@ async def transfer(client: Client, held: Held) -> None:
         raise Gone(client.line(f"no group of --rollout.server-transfer {held.kind} with it: {error}")) from None
     request = {"init_info": asdict(meeting)}
     asking = asyncio.create_task(client.call("/init_weight_transfer_engine", request, timeout_s=None))
-    group = await both(client, asking, in_thread(lambda: join(meeting, 0, store, held.device)))
+    group = await both(client, asking, in_thread(thread, lambda: join(meeting, 0, store, held.device)))
     update = {
         "names": [*held.tensors],
         "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in held.tensors.values()],
@@ -83,7 +88,7 @@ async def transfer(client: Client, held: Held) -> None:
     }
     asking = asyncio.create_task(client.call("/update_weights", {"update_info": update}, timeout_s=None))
     try:
-        await both(client, asking, in_thread(lambda: send_all(group, held.tensors)))
+        await both(client, asking, in_thread(thread, lambda: send_all(group, held.tensors)))
     finally:
         group.stop()
 
@@ -112,7 +117,7 @@ async def both(client: Client, asking: asyncio.Task[Any], work: asyncio.Future[T
         asking.cancel()
 
 
-def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
+def in_thread(name: str, work: Callable[[], T]) -> asyncio.Future[T]:
     """The work in a thread that the end of the program does not wait for: a library may hang in it."""
     future: Future[T] = Future()
 
@@ -122,7 +127,7 @@ def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
         except BaseException as error:  # it is raised where the result is awaited
             future.set_exception(error)
 
-    threading.Thread(target=run, name="transfer", daemon=True).start()
+    threading.Thread(target=run, name=name, daemon=True).start()
     found = asyncio.wrap_future(future)
     found.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may be awaited no more
     return found
