@@ -31,8 +31,8 @@ if [[ -n ${SERVERS:-} ]]; then
         sleep 2 &
         wait $! || true
     done
-    set -- --rollout.engine server --rollout.servers "$SERVERS" --rollout.server-auth-env SERVER_KEY \
-        --rollout.server-weights "$RUN_DIR/weights" "$@"
+    [[ " $*" == *" --rollout.server-transfer"* ]] || set -- --rollout.server-weights "$RUN_DIR/weights" "$@"
+    set -- --rollout.engine server --rollout.servers "$SERVERS" --rollout.server-auth-env SERVER_KEY "$@"
 fi
 
 # Every node by itself: the repository is there, the run folder can be written, the GPUs that Slurm promised answer.

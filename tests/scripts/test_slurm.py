@@ -345,6 +345,14 @@ def test_servers_need_a_file_and_a_key(script, without, echo, tmp_path):
         script, job, tmp_path / "log", code=2)
 
 
+def test_weights_that_are_sent_need_no_folder(echo, tmp_path):
+    addresses = tmp_path / "addresses"
+    addresses.write_text("http://127.0.0.1:1\n")
+    job = echo | {"SERVERS": str(addresses), "SERVER_KEY": "k"}
+    text = submitted("one_node.sbatch", job, tmp_path / "log", "--rollout.server-transfer", "gloo")
+    assert text.endswith(" --rollout.server-auth-env SERVER_KEY --rollout.server-transfer gloo\n")
+
+
 def test_an_image_takes_the_place_of_the_environment(echo, tmp_path):
     text = submitted("one_node.sbatch", echo | {"VENV": "none", "IMAGE": str(tmp_path / "image.sif")}, tmp_path / "log")
     assert "torchrun --standalone" in text
