@@ -85,6 +85,9 @@ def test_samplers_that_ask_a_server_make_the_rollouts_of_those_with_an_engine(se
     launch("async_grpo.py", *given, *flags_of(server), "--run-dir", tmp_path / "server", ranks=2)
     launch("async_grpo.py", *given, *IN_PROCESS, "--run-dir", tmp_path / "own", ranks=2)
     must_be_the_same(tmp_path / "server", tmp_path / "own", 4)
+    launch("async_grpo.py", *given, *flags_of(server), "--rollout.server-transfer", "gloo", "--run-dir",
+           tmp_path / "gloo", ranks=2)
+    must_be_the_same(tmp_path / "gloo", tmp_path / "own", 4)
 
 
 def test_groups_in_flight_are_continued(server, model, small_train, tmp_path):
@@ -257,6 +260,20 @@ def test_weights_by_a_group_are_compared_and_a_broken_transfer_is_made_up_for(se
     finally:
         server.signal(signal.SIGCONT)
         pool.close()
+
+
+def test_all_workers_of_a_server_receive_the_weights(model, tmp_path):
+    """Tensor-parallel ones, each of which then holds its part."""
+    parallel = VLLMServer(model, tmp_path / "log", tensor_parallel_size="2").start()
+    pool = Pool(lambda: [parallel.url], os.environ.get(KEY, ""), 20.0, Needs("float32", 512, SIZES, "gloo"), 64, True)
+    try:
+        parallel.wait()
+        pool.present(held_of(model, 1.5), "first")
+        pool.wait_ready(60.0)
+        must_sample_as(pool, model, 1.5, "first")
+    finally:
+        pool.close()
+        parallel.kill()
 
 
 def test_nccl_is_called_as_vllm_has_it():
