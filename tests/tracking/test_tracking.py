@@ -144,7 +144,7 @@ def test_jsonl_has_one_line_a_step_and_config_the_flags(tmp_path, capsys):
     assert lines(run) == [{"step": 1, "reward": 0.5}, {"step": 2, "reward": 1e-17, "length": 3}]
     assert capsys.readouterr().out == "step one\nstep two\n"
     assert json.loads((run / "config.json").read_text()) == {"lr": 0.5, "log": {
-        "to": [], "wandb_project": "rl", "rollouts_every": 5, "rollouts_max": 64}}
+        "to": [], "wandb_project": "rl", "rollouts_every": 5, "rollouts_max": 64, "signal": 0, "signal_rewards": []}}
 
 
 def test_a_resumed_run_writes_no_step_twice(tmp_path):

@@ -79,7 +79,7 @@ def test_samplers_get_one_tensor_at_a_time(tmp_path, world, smollm):
     """They learn before which tensors will come, and in which order; the checksums come last."""
     config = ModelConfig(compute_dtype="float32")
     policy = load_policy(make_vision_model("qwen3_vl", tmp_path / "model"), config, world)
-    first, sent = types.SimpleNamespace(num_samplers=1, size=1, rank=0, is_main=True), []
+    first, sent = types.SimpleNamespace(num_samplers=1, size=1, rank=0, is_main=True, samplers_on_cpu=False), []
     done = types.SimpleNamespace(wait=lambda: None)
     engine = RemoteEngine(EngineSetup("", None, RolloutConfig(), config, first, [], [], 0, 0))
     engine.bridge = types.SimpleNamespace(
