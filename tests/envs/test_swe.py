@@ -203,6 +203,7 @@ def test_harbors_reward_file(player):
 
 # --------------------------------------------------------------------------- isolation
 
+@pytest.mark.sweep
 def test_twenty_ways_out(player, monkeypatch, tmp_path):
     """Each command prints `out` where it succeeds in what no model may do."""
     secret = tmp_path / "secret.txt"

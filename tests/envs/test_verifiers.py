@@ -102,6 +102,7 @@ def test_the_time_of_an_episode_ends_its_agent(monkeypatch):
         assert left_over(player) == []
 
 
+@pytest.mark.sweep
 def test_tasks_of_harbor_share_no_folder(monkeypatch):
     """Eight at once, half of which solve theirs. In the root folder of the machine itself they read the rewards of each
     other; what an episode writes is in folders of its own, and the rest is read-only."""
