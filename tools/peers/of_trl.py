@@ -95,7 +95,8 @@ def trainer_of(config: GRPOConfig, recorded: Recorded, chosen: Tensor, rewards: 
     generated = ([[END + 1]] * len(lengths), tokens, tool_mask, [""] * len(lengths), sampled, {}, None, None)
 
     def logps(model: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, None, None]:
-        return (recorded.ref_logp if model == "reference" else recorded.old_logp)[chosen], None, None
+        values = recorded.ref_logp if model == "reference" else recorded.old_logp
+        return values[chosen, : max(lengths)], None, None  # TRL pads to the longest of these responses
 
     own |= {"_generate": lambda prompts: generated, "_calculate_rewards": lambda *_: rewards[:, None].clone(),
             LOGPS: logps}
