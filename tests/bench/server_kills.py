@@ -3,20 +3,21 @@
     OMP_NUM_THREADS=1 python -m tests.bench.server_kills tests/evidence/server_kills.json
 
 Two servers of vLLM sample for a tiny model in float32; one is in a network namespace of its own, which needs root.
-After a fault the other one samples alone for some steps; then the scoring of rewards waits until both are back, so
-that ten faults have room in few steps however long a server takes to start. The same runs with the engine in process
-are the measure: every response must have the same tokens, so none is lost, counted twice or of other weights.
+A fault waits until its server samples. After it the other one samples alone for some steps; then the scoring of
+rewards waits until both are back, so that ten faults have room in few steps however long a server takes to start. The
+same runs with the engine in process are the measure: every response must have the same tokens, so none is lost, counted
+twice or of other weights.
 """
 
 import contextlib
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -130,6 +131,14 @@ def run(script: str, model: str, run_dir: Path, *flags: str) -> subprocess.Popen
     return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
 
 
+def num_sampling(server: VLLMServer) -> int:
+    """The requests that a server runs, as it tells its own monitors."""
+    asked = urllib.request.Request(f"{server.url}/metrics", headers={"Authorization": f"Bearer {os.environ[KEY]}"})
+    with urllib.request.urlopen(asked, timeout=TIMEOUT_S) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(int(float(line.split()[-1])) for line in lines if line.startswith("vllm:num_requests_running"))
+
+
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen) -> bool:
     """False: the run has ended before."""
     while process.poll() is None:
@@ -139,23 +148,24 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen) -> bool:
     return False
 
 
-def disturb(script: str, process: subprocess.Popen, run_dir: Path, faults: Faults, chance: random.Random) -> list[dict]:
-    """Do what is planned, each fault at some moment of sampling."""
+def disturb(script: str, process: subprocess.Popen, run_dir: Path, faults: Faults) -> list[dict]:
+    """Do what is planned, each fault while its server samples."""
     done = []
     wait = Path(os.environ[WAIT])
     for fault, name in PLANS[script]:
         before = len(metrics_of(run_dir))
-        if not wait_for(lambda number=before: len(metrics_of(run_dir)) > number + 1, process):
+        server = faults.servers[name]
+        begun = wait_for(lambda number=before: len(metrics_of(run_dir)) > number + 1, process)
+        if not begun or not wait_for(lambda one=server: num_sampling(one) > 0, process):
             break
         last = metrics_of(run_dir)[-1]
-        time.sleep(chance.uniform(0.3, 0.8) * last["timing_s/gen"])
         start = time.monotonic()
         getattr(faults, fault)(name)
         seconds = time.monotonic() - start
         wait_for(lambda number=last["step"]: metrics_of(run_dir)[-1]["step"] >= number + ALONE, process)
         wait.touch()
-        for server in faults.servers.values():
-            server.wait()
+        for one in faults.servers.values():
+            one.wait()
         wait.unlink()
         wait_for(lambda: metrics_of(run_dir)[-1]["servers/ready"] == 2, process)
         after = metrics_of(run_dir)[-1]
@@ -176,9 +186,9 @@ def rollouts(run_dir: Path) -> list[list[list[int]]]:
 
 def main() -> None:
     out = Path(sys.argv[1])
-    chance = random.Random(0)
     os.environ.setdefault(KEY, "kills")
-    found: dict = {"steps": STEPS, "responses_of_a_step": 16, "faults": [], "runs": []}
+    found: dict = {"command": "python -m tests.bench.server_kills", "steps": STEPS, "responses_of_a_step": 16,
+                   "faults": [], "runs": []}
     with contextlib.ExitStack() as closing:
         folder = Path(closing.enter_context(tempfile.TemporaryDirectory()))
         closing.enter_context(network())
@@ -198,7 +208,7 @@ def main() -> None:
             process = run(script, model, disturbed, "--rollout.engine", "server", "--rollout.servers",
                           str(faults.addresses), "--rollout.server-weights", str(folder / "weights"),
                           "--rollout.server-auth-env", KEY, "--rollout.server-timeout-s", str(TIMEOUT_S))
-            done = disturb(script, process, disturbed, faults, chance)
+            done = disturb(script, process, disturbed, faults)
             code = process.wait()
             if code:
                 print((folder / f"{disturbed.name}.log").read_text()[-3000:])
@@ -216,7 +226,7 @@ def main() -> None:
                 "longest_step_s": max(line["timing_s/step"] for line in metrics),
             })
             print(found["runs"][-1], flush=True)
-    out.write_text(json.dumps(found, indent=1) + "\n")
+            out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
