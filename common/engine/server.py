@@ -23,7 +23,7 @@ from common.engine.tail import Tail
 from common.flags.rollout import SamplingConfig
 from common.flags.servers import read_addresses
 from common.parallel.ranks import all_gather_objects, all_max, on_main
-from common.servers.client import ServerError
+from common.servers.client import Limits, ServerError
 from common.servers.dialect import Answer, Ask, Needs, Weights
 from common.servers.folder import WeightFolder
 from common.servers.pool import Pool
@@ -56,7 +56,7 @@ class ServerEngine(Engine):
         self.pool = Pool(
             lambda: read_addresses(config.servers, config.server_auth_env),
             os.environ.get(config.server_auth_env, ""),
-            config.server_timeout_s,
+            Limits(config.server_timeout_s, self.limit_s),
             needs,
             config.max_num_seqs or AT_ONCE,
             loads=setup.world.rank == 0,

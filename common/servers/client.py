@@ -2,12 +2,21 @@
 environment is used, and an answer is read as JSON only."""
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 
 REPEATED = (408, 409, 425, 429, 500, 502, 503, 504)
 """Statuses of a server that is busy, fails or starts again."""
+
+
+@dataclass
+class Limits:
+    """Seconds that a request may take."""
+
+    answer_s: float  # --rollout.server-timeout-s
+    work_s: float  # of one that samples or loads: --save.timeout-s
 
 
 class ServerError(Exception):
@@ -30,11 +39,11 @@ class Refused(ServerError):
 class Client:
     """Of one server, in the loop of asyncio that made it."""
 
-    def __init__(self, url: str, key: str, timeout_s: float):
-        """`key`: "" for none. `timeout_s`: of a request that names no limit of its own."""
+    def __init__(self, url: str, key: str, limits: Limits):
+        """`key`: "" for none."""
         self.url = url
         self.key = key
-        self.timeout_s = timeout_s
+        self.limits = limits
         headers = {}
         if key:
             headers["Authorization"] = f"Bearer {key}"
@@ -42,18 +51,16 @@ class Client:
             headers=headers,
             trust_env=False,
             connector=aiohttp.TCPConnector(limit=0),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=timeout_s),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=limits.answer_s),
         )
 
     async def call(self, path: str, body: dict[str, Any] | None = None, most_bytes: int = 1 << 24,
-                   timeout_s: float | None = 0.0) -> Any:
-        """The answer to a request, from JSON (None where it is empty): POST of `body`, GET without one. `timeout_s`:
-        seconds that all of it may take; 0: those of the client, None: no limit, for what may be long. Raises Gone or
-        Refused."""
+                   is_long: bool = False) -> Any:
+        """The answer to a request, from JSON (None where it is empty): POST of `body`, GET without one. `is_long`: it
+        samples or loads. Raises Gone or Refused."""
         method = "GET" if body is None else "POST"
-        if timeout_s == 0.0:
-            timeout_s = self.timeout_s
-        limit = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self.timeout_s)
+        limit_s = self.limits.work_s if is_long else self.limits.answer_s
+        limit = aiohttp.ClientTimeout(total=limit_s, sock_connect=self.limits.answer_s)
         content = bytearray()
         try:
             async with self.http.request(method, self.url + path, json=body, allow_redirects=False,
@@ -62,8 +69,12 @@ class Client:
                     content += piece
                     if len(content) > most_bytes:
                         raise Refused(self.line(f"answered {path} with more than {most_bytes} bytes"))
-        except TimeoutError:
-            raise Gone(self.line(f"no answer to {path} within --rollout.server-timeout-s {self.timeout_s:g}")) from None
+        except TimeoutError as error:
+            if is_long and not isinstance(error, aiohttp.ConnectionTimeoutError):
+                text = f"no answer to {path} within --save.timeout-s {self.limits.work_s:g}"
+            else:
+                text = f"no answer to {path} within --rollout.server-timeout-s {self.limits.answer_s:g}"
+            raise Gone(self.line(text)) from None
         except (aiohttp.ClientError, OSError) as error:
             raise Gone(self.line(f"{path}: {type(error).__name__}: {error}")) from None
         if answer.status != 200:

@@ -68,8 +68,7 @@ class Dialect(Protocol):
 
     @staticmethod
     async def generate(client: Client, ask: Ask) -> Answer:
-        """Sample a response, with the client's `timeout_s=None`: however long it takes. If the request is cancelled,
-        so is the server's work."""
+        """Sample a response, in a request that is long. If it is cancelled, so is the server's work."""
 
     @staticmethod
     async def abort(client: Client, names: Sequence[str]) -> None:

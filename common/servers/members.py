@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from common.servers.client import Client, Gone, Refused, ServerError
+from common.servers.client import Client, Gone, Limits, Refused, ServerError
 from common.servers.dialect import Answer, Ask, Dialect, Needs, Weights, check_answer
 from common.servers.sglang import SGLang
 from common.servers.vllm import VLLM
@@ -44,13 +44,13 @@ class Server:
 class Members:
     """All methods run in the loop of asyncio. Numbers of requests are unique among those that are open."""
 
-    def __init__(self, addresses: Callable[[], list[str]], key: str, timeout_s: float, needs: Needs, most_at_once: int,
+    def __init__(self, addresses: Callable[[], list[str]], key: str, limits: Limits, needs: Needs, most_at_once: int,
                  loads: bool):
         """`addresses`: of the servers now, which may change. `most_at_once`: requests that one server has at a time.
         `loads`: this rank gives the servers their weights; others wait until it has."""
         self.addresses = addresses
         self.key = key
-        self.timeout_s = timeout_s
+        self.limits = limits
         self.needs = needs
         self.most_at_once = most_at_once
         self.loads = loads
@@ -76,7 +76,7 @@ class Members:
                 print(f"{error}; the servers stay as they were", flush=True)
             for url in urls:
                 if url not in keepers:
-                    self.servers[url] = Server(Client(url, self.key, self.timeout_s))
+                    self.servers[url] = Server(Client(url, self.key, self.limits))
                     keepers[url] = asyncio.create_task(self._keep(self.servers[url]))
             for keeper in keepers.values():
                 if keeper.done():

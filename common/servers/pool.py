@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any
 
-from common.servers.client import Gone, Refused, ServerError
+from common.servers.client import Gone, Limits, Refused, ServerError
 from common.servers.dialect import Answer, Ask, Needs, Weights
 from common.servers.members import Members
 
@@ -20,10 +20,10 @@ SLOWER = 4.0
 class Pool:
     """All methods are called from one thread."""
 
-    def __init__(self, addresses: Callable[[], list[str]], key: str, timeout_s: float, needs: Needs, most_at_once: int,
+    def __init__(self, addresses: Callable[[], list[str]], key: str, limits: Limits, needs: Needs, most_at_once: int,
                  loads: bool):
         """See `Members`."""
-        self.members = Members(addresses, key, timeout_s, needs, most_at_once, loads)
+        self.members = Members(addresses, key, limits, needs, most_at_once, loads)
         self.open: set[int] = set()  # added, and neither taken nor aborted
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, name="servers", daemon=True)

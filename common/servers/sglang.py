@@ -86,7 +86,7 @@ class SGLang:
         if is_filtered:
             bytes_of_token += BYTES_OF_ID * top_k
         most_bytes = (1 << 16) + bytes_of_token * sampling.max_response_length
-        found = await client.call("/generate", body, most_bytes, timeout_s=None)
+        found = await client.call("/generate", body, most_bytes, is_long=True)
         try:
             return answer_of(client, found, is_filtered)
         except (KeyError, TypeError, ValueError) as error:
@@ -102,9 +102,9 @@ class SGLang:
     async def load(client: Client, weights: Weights, version: str) -> int:
         assert isinstance(weights, Path)  # `problems` refuses others
         folder = weights
-        await client.call("/pause_generation", {"mode": "abort"}, timeout_s=None)
+        await client.call("/pause_generation", {"mode": "abort"}, is_long=True)
         update = {"model_path": str(folder), "weight_version": version, "flush_cache": True, "load_format": "auto"}
-        await client.call("/update_weights_from_disk", update, timeout_s=None)
+        await client.call("/update_weights_from_disk", update, is_long=True)
         num_compared = await compare(client, folder)
         await client.call("/continue_generation", {})
         return num_compared
@@ -136,7 +136,7 @@ async def compare(client: Client, folder: Path) -> int:
     info = await client.call("/server_info")
     if info["device"] != "cpu" or info["tp_size"] * info["pp_size"] > 1:
         return 0
-    found = await client.call("/weights_checker", {"action": "checksum"}, MOST_BYTES, timeout_s=None)
+    found = await client.call("/weights_checker", {"action": "checksum"}, MOST_BYTES, is_long=True)
     held = found["ranks"][0]["checksums"]
     sent = await asyncio.to_thread(checksums_of, folder, list(held))
     missing = sorted(held.keys() - sent.keys())

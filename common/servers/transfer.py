@@ -74,11 +74,11 @@ async def transfer(client: Client, held: Held) -> None:
         raise Gone(client.line(f"{MOST_HANGING} transfers of weights to it hang: start it with another port"))
     world = await client.call("/get_world_size")
     try:
-        meeting, store = open_meeting(held.kind, client.url, 1 + world["world_size"], client.timeout_s)
+        meeting, store = open_meeting(held.kind, client.url, 1 + world["world_size"], client.limits.answer_s)
     except OSError as error:
         raise Gone(client.line(f"no group of --rollout.server-transfer {held.kind} with it: {error}")) from None
     request = {"init_info": asdict(meeting)}
-    asking = asyncio.create_task(client.call("/init_weight_transfer_engine", request, timeout_s=None))
+    asking = asyncio.create_task(client.call("/init_weight_transfer_engine", request, is_long=True))
     group = await both(client, asking, in_thread(thread, lambda: join(meeting, 0, store, held.device)))
     update = {
         "names": [*held.tensors],
@@ -86,7 +86,7 @@ async def transfer(client: Client, held: Held) -> None:
         "shapes": [list(tensor.shape) for tensor in held.tensors.values()],
         "sums": held.sums,
     }
-    asking = asyncio.create_task(client.call("/update_weights", {"update_info": update}, timeout_s=None))
+    asking = asyncio.create_task(client.call("/update_weights", {"update_info": update}, is_long=True))
     try:
         await both(client, asking, in_thread(thread, lambda: send_all(group, held.tensors)))
     finally:

@@ -85,7 +85,7 @@ class VLLM:
         }
         body = {"request_id": ask.name, "token_ids": ask.tokens, "sampling_params": params}
         most_bytes = (1 << 16) + BYTES_OF_TOKEN * sampling.max_response_length
-        found = await client.call("/inference/v1/generate", body, most_bytes, timeout_s=None)
+        found = await client.call("/inference/v1/generate", body, most_bytes, is_long=True)
         try:
             [choice] = found["choices"]
             content = (choice["logprobs"] or {}).get("content") or []
@@ -106,10 +106,10 @@ class VLLM:
     async def load(client: Client, weights: Weights, version: str) -> int:
         await client.call("/pause?mode=abort", {})
         with contextlib.suppress(Gone):  # an earlier load was left unfinished: what it began is ended here
-            await client.call("/start_weight_update", {}, timeout_s=None)
+            await client.call("/start_weight_update", {}, is_long=True)
         try:
             if isinstance(weights, Path):
-                await client.call("/update_weights", {"update_info": {"folder": str(weights)}}, timeout_s=None)
+                await client.call("/update_weights", {"update_info": {"folder": str(weights)}}, is_long=True)
             else:
                 await transfer(client, weights)
         except Gone as error:

@@ -12,7 +12,7 @@ import pytest
 
 from common.flags.rollout import SamplingConfig
 from common.flags.servers import check_address, is_loopback
-from common.servers.client import Client, Gone, Refused, ServerError
+from common.servers.client import Client, Gone, Limits, Refused, ServerError
 from common.servers.dialect import Ask, check_answer, versions_of
 from common.servers.guard import KEY, Guard
 from common.servers.sglang import SGLang
@@ -52,7 +52,7 @@ def answered(parts, work, key: str = SECRET, timeout_s: float = 5.0):
     async def run():
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        client = Client(f"http://127.0.0.1:{port}", key, timeout_s)
+        client = Client(f"http://127.0.0.1:{port}", key, Limits(timeout_s, 10 * timeout_s))
         try:
             return await work(client)
         finally:

@@ -20,7 +20,7 @@ from common.flags.rollout import RolloutConfig, SamplingConfig
 from common.flags.servers import check_servers, read_addresses
 from common.parallel.ranks import seed_of
 from common.prompts import Prompt
-from common.servers.client import Gone, Refused, ServerError
+from common.servers.client import Gone, Limits, Refused, ServerError
 from common.servers.dialect import Answer, Ask, Needs
 from common.servers.folder import read_checksums
 from common.servers.pool import Pool
@@ -48,8 +48,8 @@ def pool(servers):
     yield from pool_of([server.url for server in servers])
 
 
-def pool_of(urls, key="", loads=True):
-    pool = Pool(lambda: urls, key, TIMEOUT_S, NEEDS, 64, loads)
+def pool_of(urls, key="", loads=True, work_s=3600.0):
+    pool = Pool(lambda: urls, key, Limits(TIMEOUT_S, work_s), NEEDS, 64, loads)
     yield pool
     pool.close()
 
@@ -156,6 +156,31 @@ def test_what_other_weights_sampled_is_sampled_anew(pool, servers):
         pool.add(number, ask(number))
     must_be_all(collect(pool, 10), 10)
     assert pool.num_moved >= 1
+
+
+def test_a_request_that_is_never_answered_goes_to_another_server(servers):
+    """By a server that answers all else: what computes hangs."""
+    for pool in pool_of([server.url for server in servers], work_s=1.0):
+        begin(pool)
+        servers[0].hanging_path = "/inference/v1/generate"
+        for number in range(6):
+            pool.add(number, ask(number))
+        must_be_all(collect(pool, 6, most_s=60.0), 6)
+        assert pool.num_moved >= 3
+
+
+def test_a_server_whose_load_hangs_is_given_the_weights_again(servers):
+    servers[0].hanging_path = "/update_weights"
+    for pool in pool_of([server.url for server in servers], work_s=1.0):
+        begin(pool, 1)
+        assert pool.num_ready == 1
+        end = time.monotonic() + 20
+        while "/update_weights within --save.timeout-s 1" not in pool.troubles() and time.monotonic() < end:
+            time.sleep(0.02)
+        servers[0].hanging_path = ""
+        while pool.num_ready < 2 and time.monotonic() < end:
+            time.sleep(0.02)
+        assert pool.num_ready == 2 and servers[0].version == "run-1"
 
 
 WRONG = {
@@ -296,7 +321,7 @@ def test_a_fault_of_the_other_thread_is_raised_in_the_trainers(pool, monkeypatch
 def test_a_server_joins_by_a_line_in_a_file(servers, tmp_path):
     path = tmp_path / "servers.txt"
     path.write_text(f"{servers[0].url}/\n")
-    pool = Pool(lambda: read_addresses([str(path)], ""), "", TIMEOUT_S, NEEDS, 64, True)
+    pool = Pool(lambda: read_addresses([str(path)], ""), "", Limits(TIMEOUT_S, 3600.0), NEEDS, 64, True)
     try:
         begin(pool, 1)
         path.write_text(f"{servers[0].url}\nhttp://10.1.1.1:80\n")  # no key: refused, and the first one stays

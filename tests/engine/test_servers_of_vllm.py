@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from common.flags.rollout import SamplingConfig
-from common.servers.client import Refused
+from common.servers.client import Limits, Refused
 from common.servers.dialect import Ask, Needs
 from common.servers.folder import WeightFolder
 from common.servers.pool import Pool
@@ -105,7 +105,7 @@ def test_groups_in_flight_are_continued(server, model, small_train, tmp_path):
 @pytest.fixture
 def pool(server):
     needs = Needs("float32", 512, SIZES)
-    pool = Pool(lambda: [server.url], os.environ[KEY], 20.0, needs, 64, loads=True)
+    pool = Pool(lambda: [server.url], os.environ[KEY], Limits(20.0, 3600.0), needs, 64, loads=True)
     yield pool
     pool.close()
 
@@ -240,7 +240,8 @@ def must_sample_as(pool: Pool, model: str, factor: float, version: str) -> None:
 def test_weights_by_a_group_are_compared_and_a_broken_transfer_is_made_up_for(server, model):
     """The server stands still in the middle of a transfer: the trainer gives up, and the worker does when it goes on;
     then it joins with a new group, and half a model leaves no trace."""
-    pool = Pool(lambda: [server.url], os.environ[KEY], 4.0, Needs("float32", 512, SIZES, "gloo"), 64, loads=True)
+    needs = Needs("float32", 512, SIZES, "gloo")
+    pool = Pool(lambda: [server.url], os.environ[KEY], Limits(4.0, 3600.0), needs, 64, loads=True)
     try:
         pool.present(held_of(model, 1.5), "first")
         pool.wait_ready(60.0)
@@ -273,7 +274,8 @@ def test_weights_by_a_group_are_compared_and_a_broken_transfer_is_made_up_for(se
 def test_all_workers_of_a_server_receive_the_weights(model, tmp_path):
     """Tensor-parallel ones, each of which then holds its part."""
     parallel = VLLMServer(model, tmp_path / "log", tensor_parallel_size="2").start()
-    pool = Pool(lambda: [parallel.url], os.environ.get(KEY, ""), 20.0, Needs("float32", 512, SIZES, "gloo"), 64, True)
+    needs = Needs("float32", 512, SIZES, "gloo")
+    pool = Pool(lambda: [parallel.url], os.environ.get(KEY, ""), Limits(20.0, 3600.0), needs, 64, loads=True)
     try:
         parallel.wait()
         pool.present(held_of(model, 1.5), "first")

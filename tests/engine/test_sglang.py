@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from common.flags.rollout import SamplingConfig
-from common.servers.client import Client, Refused
+from common.servers.client import Client, Limits, Refused
 from common.servers.dialect import Answer, Ask, Needs, check_answer
 from common.servers.folder import WeightFolder
 from common.servers.members import dialect_of
@@ -48,7 +48,7 @@ def model(folder):  # noqa: F811
 def asked(url: str, work, key: str = KEY):
     """What `work(client)` returns, a coroutine."""
     async def run():
-        client = Client(url, key, 60.0)
+        client = Client(url, key, Limits(60.0, 600.0))
         try:
             return await work(client)
         finally:

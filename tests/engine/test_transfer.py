@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from common.engine.make import make_engine
 from common.flags.rollout import RolloutConfig
 from common.flags.servers import check_servers
-from common.servers.client import Gone, Refused
+from common.servers.client import Gone, Limits, Refused
 from common.servers.dialect import Needs
 from common.servers.group import own_address
 from common.servers.pool import Pool
@@ -53,7 +53,7 @@ def servers():
 @pytest.fixture
 def pool(servers):
     needs = Needs("float32", 64, SIZES, "gloo")
-    pool = Pool(lambda: [server.url for server in servers], "", TIMEOUT_S, needs, 64, True)
+    pool = Pool(lambda: [server.url for server in servers], "", Limits(TIMEOUT_S, 3600.0), needs, 64, True)
     yield pool
     pool.close()
 

@@ -28,6 +28,7 @@ class ToldServer:
         self.generated: list[int] = []  # seeds
         self.delay_s = 0.0
         self.stands_still = False
+        self.hanging_path = ""  # whose requests are not answered
         self.says: dict[str, Any] = {}  # entries of a choice that are answered instead
         self.raw: bytes | None = None  # instead of an answer
         self.model = {"logprobs_mode": "processed_logprobs", "dtype": "float32", "max_model_len": 64}
@@ -93,7 +94,7 @@ class ToldServer:
     @web.middleware
     async def _before(self, request: web.Request, handler: Any) -> web.StreamResponse:
         self.headers.append(request.headers.get("Authorization", ""))
-        while self.stands_still:
+        while self.stands_still or request.path == self.hanging_path:
             await asyncio.sleep(0.01)
         self.calls.append(request.path)
         if self.raw is not None and request.path == "/inference/v1/generate":
