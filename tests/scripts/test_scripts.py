@@ -110,6 +110,14 @@ ON_ONE_RANK = {
     *(f"rloo {name}" for name in ("opo", "gpg", "reinforce++-baseline")), "dapo one batch", "dapo overlong",
 }
 ON_TWO_RANKS = [name for name in VARIANTS if name not in ON_ONE_RANK]
+EXPORTED = "grpo exported"
+# One of each kind of numbers that ranks share: of a token, a group, the step, a critic, what is left out.
+ALWAYS = {
+    EXPORTED, "grpo lora", "grpo groups of ranks", "ppo groups of ranks", "grpo epochs", "grpo share prompt", "ppo gae",
+    "grpo_variants kl_cov", "grpo_variants seq-mean-token-mean", "grpo_variants passk", "grpo_variants both kl",
+    "grpo_variants gdpo", "grpo_variants rejection", "ppo correction", "ppo lost", "dapo surplus", "dapo lost",
+    "rloo reinforce++ kl clip", "rloo otb kl clip", "rloo remax kl",
+}
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +131,15 @@ def reward_model(tiny_llama, tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="module")
-def folders(tiny_llama, small_train, reward_model, tmp_path_factory) -> dict[int, Path]:
+def names(request) -> dict[int, list[str]]:
+    """ranks -> the variants that run on them: on two ranks those that a test asks for."""
+    params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    asked = {EXPORTED, *(values["on_two_ranks"] for values in params if "on_two_ranks" in values)}
+    return {1: [*VARIANTS], 2: [name for name in ON_TWO_RANKS if name in asked]}
+
+
+@pytest.fixture(scope="module")
+def folders(names, tiny_llama, small_train, reward_model, tmp_path_factory) -> dict[int, Path]:
     """ranks -> a folder with a run folder for each variant."""
     found = {ranks: tmp_path_factory.mktemp(f"ranks{ranks}") for ranks in (1, 2)}
     for ranks, folder in found.items():
@@ -131,21 +147,23 @@ def folders(tiny_llama, small_train, reward_model, tmp_path_factory) -> dict[int
         values = {"RM": reward_model, "RANKS": str(ranks)}
         launch_all(folder, {
             name: [name.split()[0], *(values.get(flag, flag) for flag in [
-                *own, *(BASE[:-2] if "--reward-model.alone" in flags else BASE), *flags])]
-            for name, flags in VARIANTS.items() if ranks == 1 or name in ON_TWO_RANKS
+                *own, *(BASE[:-2] if "--reward-model.alone" in VARIANTS[name] else BASE), *VARIANTS[name]])]
+            for name in names[ranks]
         }, ranks)
     return found
 
 
 @pytest.fixture(scope="module")
-def runs(folders) -> dict[int, dict[str, list[dict]]]:
+def runs(names, folders) -> dict[int, dict[str, list[dict]]]:
     """ranks -> variant -> its metrics, a row a step."""
-    names = {1: VARIANTS, 2: ON_TWO_RANKS}
     return {ranks: {name: metrics_of(folder / name) for name in names[ranks]} for ranks, folder in folders.items()}
 
 
-@pytest.mark.parametrize("name", ON_TWO_RANKS)
-def test_a_variant_is_the_same_on_one_and_two_ranks(runs, name):
+@pytest.mark.parametrize("on_two_ranks", [
+    name if name in ALWAYS else pytest.param(name, marks=pytest.mark.sweep) for name in ON_TWO_RANKS
+])
+def test_a_variant_is_the_same_on_one_and_two_ranks(runs, on_two_ranks):
+    name = on_two_ranks
     one, two = runs[1][name], runs[2][name]
     timing = re.compile(r"timing|perf|tokens_per_s|probe|global_seqlen|_max|_min|max$|min$")
     assert len(one) == len(two) >= 1
@@ -170,9 +188,9 @@ def test_adapters_are_trained_against_the_model_below_them(runs, folders, tiny_l
 
 def test_the_exported_weights_are_the_same_on_one_and_two_ranks(runs, folders):
     """Per-response seeds: the same tokens are sampled, and the same updates made."""
-    rows = runs[1]["grpo exported"]
+    rows = runs[1][EXPORTED]
     assert rows[0]["actor/entropy"] > 1 and rows[0]["actor/kl_loss"] >= 0 and rows[1]["actor/kl_loss"] > 0
-    a, b = (weights_of(folders[ranks] / "grpo exported") for ranks in (1, 2))
+    a, b = (weights_of(folders[ranks] / EXPORTED) for ranks in (1, 2))
     assert a and all(torch.allclose(a[name].float(), b[name].float(), atol=1e-3) for name in a)
 
 
