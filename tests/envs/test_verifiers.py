@@ -60,6 +60,7 @@ def left_over(player: Player) -> list[str]:
     return found + [process.name() for process in psutil.Process(player.processes.server.pid).children(recursive=True)]
 
 
+@pytest.mark.sweep
 def test_an_agent_with_tools(monkeypatch):
     """Rewards are those of the hidden test, also of an episode whose turns or room end; work folders lie in the folder
     of the run; a harness that is killed is a failure, and the other episodes go on."""
@@ -91,6 +92,7 @@ def test_an_agent_with_tools(monkeypatch):
     assert {tool["function"]["name"] for tool in player.tools} == {"bash", "edit"}
 
 
+@pytest.mark.sweep
 def test_the_time_of_an_episode_ends_its_agent(monkeypatch):
     """verifiers removes its folder and its programs when it is cancelled."""
     with play(monkeypatch, REPO, timeout_s=4.0) as player:
@@ -120,6 +122,7 @@ def test_tasks_of_harbor_share_no_folder(monkeypatch):
     assert {path for path in OWN_FOLDERS if os.path.exists(path)} == there and not os.path.exists("/tmp/x")
 
 
+@pytest.mark.sweep
 def test_what_has_no_reward_has_no_score(monkeypatch):
     """verifiers counts it as 0."""
     scripts = [(row_of(name=name, prompt="Say something."), ["Well."]) for name in ("none", "unknown")]
@@ -129,6 +132,7 @@ def test_what_has_no_reward_has_no_score(monkeypatch):
         assert message["failure"] == "exception" and missing in message["text"] and "score" not in message
 
 
+@pytest.mark.sweep
 def test_two_roles_of_one_model(monkeypatch):
     """Each has its score and its name; the episode's score is their mean."""
     with play(monkeypatch, PAIR) as player:
