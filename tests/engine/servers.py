@@ -38,47 +38,29 @@ def free_port(host: str = "127.0.0.1") -> int:
         return free.getsockname()[1]
 
 
-class VLLMServer:
-    """`vllm serve` with the flags that training needs, as this repository's engine in one process has them."""
+class Process:
+    """`tests/engine/vllm_server.py` with its children. `command` and `environment` come on top of what all servers
+    have here."""
 
-    def __init__(self, model: str, log: Path, dtype: str = "float32", host: str = "127.0.0.1", namespace: str = "",
-                 **flags: str):
-        """`namespace`: of the network, in which the server runs. `flags`: further ones, or others."""
-        self.model, self.log, self.host, self.namespace = model, log, host, namespace
-        self.flags = {
-            "dtype": dtype, "max-model-len": "1024", "max-num-seqs": "64", "max-num-batched-tokens": "2048",
-            "block-size": "32", "logprobs-mode": "processed_logprobs", "load-format": "dummy",
-            "worker-extension-cls": "tools.vllm_worker.Extension",
-            "weight-transfer-config": '{"backend": "trainer"}',
-        } | {name.replace("_", "-"): value for name, value in flags.items()}
-        self.new_port()
+    def __init__(self, model: str, log: Path):
+        self.model, self.log = model, log
+        self.process: subprocess.Popen
 
-    def new_port(self) -> None:
-        self.port = free_port()
-        self.url = f"http://{self.host}:{self.port}"
-
-    def start(self) -> "VLLMServer":
-        environment = os.environ | {
-            "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(ROOT),
-        }
-        command = [sys.executable, str(ROOT / "tests/engine/vllm_server.py"), "--model", self.model,
-                   "--host", self.host, "--port", str(self.port), "--enforce-eager", "--no-enable-chunked-prefill",
-                   "--enable-scale-out"]
-        for name, value in self.flags.items():
-            command += [f"--{name}", value]
-        if self.namespace:
-            command = ["ip", "netns", "exec", self.namespace, *command]
-        if KEY in environment:
-            command += ["--api-key", environment[KEY]]
+    def launch(self, url: str, command: list[str], environment: dict[str, str], before: list[str]) -> None:
+        """`url`: of a path that answers when the server is there. `before`: a command that runs the other one."""
+        self.answers = url
+        settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1",
+                    "VLLM_NO_USAGE_STATS": "1"}
+        whole = [*before, sys.executable, str(ROOT / "tests/engine/vllm_server.py"), "--model", self.model,
+                 "--enforce-eager", *command]
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
-        return self
+            self.process = subprocess.Popen(whole, stdout=log, stderr=log, env=os.environ | settings | environment,
+                                            start_new_session=True)
 
-    def wait(self) -> "VLLMServer":
+    def wait(self) -> "Process":
         end = time.monotonic() + START_S
         while time.monotonic() < end and self.process.poll() is None:
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5):
+            with contextlib.suppress(OSError), urllib.request.urlopen(self.answers, timeout=5):
                 return self
             time.sleep(0.5)
         raise AssertionError(f"the server did not start\n{self.log.read_text()[-3000:]}")
@@ -92,6 +74,38 @@ class VLLMServer:
         self.signal(signal.SIGCONT)
         self.signal(signal.SIGKILL)
         self.process.wait()
+
+
+class VLLMServer(Process):
+    """`vllm serve` with the flags that training needs, as this repository's engine in one process has them."""
+
+    def __init__(self, model: str, log: Path, dtype: str = "float32", host: str = "127.0.0.1", namespace: str = "",
+                 **flags: str):
+        """`namespace`: of the network, in which the server runs. `flags`: further ones, or others."""
+        super().__init__(model, log)
+        self.host, self.namespace = host, namespace
+        self.flags = {
+            "dtype": dtype, "max-model-len": "1024", "max-num-seqs": "64", "max-num-batched-tokens": "2048",
+            "block-size": "32", "logprobs-mode": "processed_logprobs", "load-format": "dummy",
+            "worker-extension-cls": "tools.vllm_worker.Extension",
+            "weight-transfer-config": '{"backend": "trainer"}',
+        } | {name.replace("_", "-"): value for name, value in flags.items()}
+        self.new_port()
+
+    def new_port(self) -> None:
+        self.port = free_port()
+        self.url = f"http://{self.host}:{self.port}"
+
+    def start(self) -> "VLLMServer":
+        command = ["--host", self.host, "--port", str(self.port), "--no-enable-chunked-prefill", "--enable-scale-out"]
+        for name, value in self.flags.items():
+            command += [f"--{name}", value]
+        if KEY in os.environ:
+            command += ["--api-key", os.environ[KEY]]
+        before = ["ip", "netns", "exec", self.namespace] if self.namespace else []
+        environment = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": str(ROOT)}
+        self.launch(f"{self.url}/health", command, environment, before)
+        return self
 
     def kill_worker(self) -> None:
         """Only the process that computes: the others find out."""

@@ -1,23 +1,20 @@
 """vLLM's own server on the CPU, as a teacher of distill.py and as a judge: no part of either side is a stand-in."""
 
-import contextlib
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rewards.runtime.pool import RewardPool
-from tests.conftest import ROOT, STOPS, VOCAB, launch, save_tokenizer
+from tests.conftest import ROOT, STOPS, launch
+from tests.engine.servers import Process, free_port, make_model
 from tests.scripts.test_supervised import metrics_of
 from tools import try_script
 
@@ -32,51 +29,22 @@ FLAGS = [
 ]
 
 
-class Server:
+class Server(Process):
     def __init__(self, folder: str, log: Path):
-        self.folder, self.log = folder, log
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        super().__init__(folder, log)
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}/v1"
-        self.process = None
 
     def start(self) -> None:
-        environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                                    "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONSAFEPATH": "1"}
-        command = [sys.executable, str(ROOT / "tests/engine/vllm_server.py"), "--model", self.folder, "--host",
-                   "127.0.0.1",
-                   "--served-model-name", "tiny", "--port", str(self.port), "--dtype", "float32", "--enforce-eager",
+        command = ["--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", "tiny", "--dtype", "float32",
                    "--max-model-len", "1024", "--max-num-seqs", "8", "--max-logprobs", "30",
                    "--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
-
-    def wait(self) -> None:
-        end = time.monotonic() + START_S
-        while time.monotonic() < end and self.process.poll() is None:
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/models", timeout=5):
-                return
-            time.sleep(0.5)
-        raise AssertionError(f"the server did not start\n{self.log.read_text()[-3000:]}")
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        self.launch(f"{self.url}/models", command, {"PYTHONSAFEPATH": "1"}, [])
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, smollm) -> str:
-    """vLLM's attention for CPUs needs heads of 32."""
-    folder = tmp_path_factory.mktemp("tiny_for_vllm")
-    torch.manual_seed(1)
-    LlamaForCausalLM(LlamaConfig(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, head_dim=32,
-        num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=True, initializer_range=0.1,
-        bos_token_id=1, eos_token_id=2, pad_token_id=2,
-    )).save_pretrained(folder)
-    save_tokenizer(folder)
-    return str(folder)
+    return make_model(tmp_path_factory.mktemp("tiny_for_vllm"))
 
 
 @pytest.fixture(scope="module")

@@ -10,13 +10,20 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from common.curriculum.sampler import PromptSampler
 from common.losses import derivative
 from tests.conftest import launch
 from tests.forks.patches import apply, source_of, stored
-from tests.scripts.test_supervised import PAIRS, check_exact_resume, check_same_training, metrics_of, write
+from tests.scripts.test_supervised import (
+    PAIRS,
+    answer_logp,
+    check_exact_resume,
+    check_same_training,
+    metrics_of,
+    write,
+)
 
 FORKS = {"simpo": ["--beta", "2.0", "--gamma", "0.7"], "orpo": ["--beta", "0.3"]}
 FLAGS = ["--rows-per-step", "4", "--policy.compute-dtype", "float32", "--optim.lr", "1e-3", "--save.every", "1",
@@ -91,19 +98,9 @@ def test_the_losses_of_pairs_are_those_of_trl(name, scripts, losses_of_trl):
 @pytest.mark.parametrize("name", FORKS)
 def test_the_first_step_is_that_of_transformers_with_trl(name, runs, tiny_llama, losses_of_trl):
     """Loss and gradient norm, of the mean log p of an answer's tokens by Hugging Face's model in float64."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
     model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float64)
-
-    def mean_logp(prompt: str, answer: str) -> torch.Tensor:
-        given = [{"role": "user", "content": prompt}]
-        before = tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True)
-        texts = before, f"{answer}<|im_end|>"
-        first, rest = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
-        of_all = model(torch.tensor([first + rest])).logits[0].log_softmax(-1)
-        return of_all[len(first) - 1 : -1].gather(1, torch.tensor(rest)[:, None]).mean()
-
     rows = [PAIRS[i] for i in PromptSampler(len(PAIRS), "", 0).take(4)]
-    chosen, rejected = (torch.stack([mean_logp(x["prompt"], x[column]) for x in rows])
+    chosen, rejected = (torch.stack([answer_logp(model, x["prompt"], x[column]).mean() for x in rows])
                         for column in ("chosen", "rejected"))
     loss = losses_of_trl[name](chosen, rejected).mean()
     loss.backward()

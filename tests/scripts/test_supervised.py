@@ -338,6 +338,17 @@ def test_a_reference_with_other_tokens_is_refused(pairs, tiny_llama, tmp_path):
     assert done.returncode == 2 and "other must have the tokens of --model: only one has" in done.stderr
 
 
+def answer_logp(model, prompt: str, answer: str) -> torch.Tensor:
+    """log p [n] of the tokens of a message and its end, by Hugging Face's model and templates."""
+    tokenizer = AutoTokenizer.from_pretrained(model.config._name_or_path)
+    given = [{"role": "user", "content": prompt}]
+    before = tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True)
+    texts = before, f"{answer}<|im_end|>"
+    first, rest = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
+    of_all = model(torch.tensor([first + rest])).logits[0].log_softmax(-1)
+    return of_all[len(first) - 1 : -1].gather(1, torch.tensor(rest)[:, None])[:, 0]
+
+
 def test_a_term_of_the_log_prob_alone_has_its_gradient(pairs, runs, tmp_path, tiny_llama):
     """A fork that adds the chosen answers' negative log-likelihood (RPO): at the first step, where the reference is the
     policy, the gradient is -(0.4 beta) / P (c - r) - 1 / P c, with the gradients of Hugging Face's model in float64."""
@@ -345,19 +356,10 @@ def test_a_term_of_the_log_prob_alone_has_its_gradient(pairs, runs, tmp_path, ti
     mine = fork_of("dpo.py", tmp_path, (line, line.replace("\n", " - logp[0::2].mean()\n")))
     launch(mine, *DPO[1:], *pairs, "--total-steps", "1", "--run-dir", tmp_path / "run", warm=True)
     row = metrics_of(tmp_path / "run")[1]
-    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
     model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float64)
-
-    def logp(prompt: str, answer: str) -> torch.Tensor:
-        given = [{"role": "user", "content": prompt}]
-        before = tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True)
-        texts = before, f"{answer}<|im_end|>"
-        first, rest = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
-        of_all = model(torch.tensor([first + rest])).logits[0].log_softmax(-1)
-        return of_all[len(first) - 1 : -1].gather(1, torch.tensor(rest)[:, None]).sum()
-
     rows = [PAIRS[i] for i in PromptSampler(len(PAIRS), "", 0).take(4)]
-    chosen, rejected = (torch.stack([logp(x["prompt"], x[name]) for x in rows]) for name in ("chosen", "rejected"))
+    chosen, rejected = (torch.stack([answer_logp(model, x["prompt"], x[name]).sum() for x in rows])
+                        for name in ("chosen", "rejected"))
     slope = 0.5 * (0.5 - 0.9)                                           # beta (sigmoid(0) - (1 - eps))
     (slope * (chosen - rejected) - chosen).mean().backward()
     norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
