@@ -20,7 +20,6 @@ from tools import try_script
 
 pytestmark = [pytest.mark.engine, pytest.mark.sweep]
 K = 20
-START_S = 240.0
 FLAGS = [
     "--prompts-per-step", "4", "--samples-per-prompt", "2", "--rollout.engine", "hf", "--optim.lr", "1e-3",
     "--policy.compute-dtype", "float32", "--data.max-prompt-length", "200", "--rollout.max-response-length", "8",
