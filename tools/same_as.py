@@ -9,31 +9,17 @@ NAME=VALUE sets one of the peer's own, for what a fork does without a flag. The 
 the exit code is 1. `tools/setup.sh peers` installs both.
 """
 
-import importlib.util
 import sys
 from pathlib import Path
 
-from tools.flags import ROOT, exit_with_error
+from tools.flags import exit_with_error
+from tools.peers.installed import PEERS, folder_of, is_installed
 from tools.twin import flags_in
 
-PEERS = {"verl": "verl", "trl": "TRL"}
 OWN = {"--model": "models are not run", "--train-data": "responses are those of the batch",
        "--run-dir": "nothing is written", "--total-steps": "one step is compared",
        "--prompts-per-step": "the batch has its own", "--samples-per-prompt": "the batch has its own"}
 """Flags that cannot be given, and why."""
-
-
-def folder_of(peer: str) -> Path:
-    """Where `tools/setup.sh peers` puts it."""
-    return ROOT / f".venv-{peer}/lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
-
-
-def is_installed(peer: str) -> bool:
-    """Its folder is searched from now on, after all others."""
-    folder = str(folder_of(peer))
-    if folder not in sys.path:
-        sys.path.append(folder)
-    return importlib.util.find_spec(peer) is not None
 
 
 def main(arguments: list[str]) -> int:

@@ -12,13 +12,14 @@ import torch
 from tools import same_as
 from tools.peers import report
 from tools.peers.compared import compare
+from tools.peers.installed import is_installed
 from tools.peers.recorded import made_up
 
 
 def main() -> None:
     peer, cases = json.load(sys.stdin)
     torch.set_num_threads(1)
-    assert same_as.is_installed(peer)
+    assert is_installed(peer)
     for name in report.MODULES:
         importlib.import_module(name)
     for script, arguments, seed in cases:

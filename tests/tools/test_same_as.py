@@ -15,14 +15,15 @@ from common.segments import group_mean
 from tests.conftest import ROOT, STOPS, launch
 from tools import from_trl, from_verl, same_as, try_script
 from tools.peers.compared import IN_FLOAT32, compare, line_of
+from tools.peers.installed import PEERS, folder_of
 from tools.peers.numbers import Numbers, Update
 from tools.peers.recorded import made_up, read_run
 from tools.peers.settings import Objective, trl_settings, verl_settings
 from tools.peers.watch import Watch
 
 NEEDS = {peer: pytest.mark.skipif(
-    not (same_as.folder_of(peer).parents[2] / "complete").is_file(),
-    reason=f"{name} is not installed beside .venv: tools/setup.sh peers") for peer, name in same_as.PEERS.items()}
+    not (folder_of(peer).parents[2] / "complete").is_file(),
+    reason=f"{name} is not installed beside .venv: tools/setup.sh peers") for peer, name in PEERS.items()}
 GRPO = (ROOT / "grpo.py").read_text()
 TWO = ["--epochs-per-step", "2"]                                        # else no ratio is other than 1
 KL = ["--kl-loss-coef", "0.1"]

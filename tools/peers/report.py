@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-from tools import same_as
 from tools.compare import read_start
 from tools.flags import ROOT
 from tools.peers import recorded as batches
 from tools.peers.compared import Line, compare
+from tools.peers.installed import PEERS, is_installed
 from tools.peers.numbers import Numbers
 from tools.peers.recorded import Recorded
 from tools.peers.replay import replay
@@ -41,7 +41,7 @@ def run(peer: str, script: str, flags: dict[str, list[str]], words: dict[str, st
         flags["--epochs-per-step"] = ["2"]                              # with one update no ratio is other than 1
     arguments = [word for name, values in flags.items() for word in (name, *values)]
     found, theirs, notes, keys = compared_numbers(peer, script, arguments, words, batch)
-    name = same_as.PEERS[peer]
+    name = PEERS[peer]
     lines = compare(found, theirs, name)
     print(f"batch   {batch.source}, {ratios_of(found, batch)}")
     for note in [*batch.notes, *notes]:
@@ -80,7 +80,7 @@ def compared_numbers(peer: str, script: str, arguments: list[str], words: dict[s
         importlib.import_module(name)
     found = replay(script, arguments, batch)
     objective = Objective(found.flags)
-    notes = [f"{same_as.PEERS[peer]} has no such option, and is compared without it: {flag}"
+    notes = [f"{PEERS[peer]} has no such option, and is compared without it: {flag}"
              for flag in objective.unknown(BOTH | {"gamma"})]
     keys = SETTINGS[peer](objective) | words
     own_rewards = any(found.flags.get(name) not in (None, 0, 1) for name in FROM_SCRIPT)
@@ -96,7 +96,7 @@ def compared_numbers(peer: str, script: str, arguments: list[str], words: dict[s
 
 
 def peer_numbers(peer: str, keys: dict[str, str], batch: Recorded, found: Numbers, own_rewards: bool) -> Numbers:
-    same_as.is_installed(peer)
+    is_installed(peer)
     before = torch.get_default_dtype()
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):      # what their imports say
         warnings.simplefilter("ignore")
