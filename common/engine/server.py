@@ -56,7 +56,7 @@ class ServerEngine(Engine):
         self.pool = Pool(
             lambda: read_addresses(config.servers, config.server_auth_env),
             os.environ.get(config.server_auth_env, ""),
-            Limits(config.server_timeout_s, self.limit_s),
+            Limits(config.server_timeout_s, self.limit_s / 2),
             needs,
             config.max_num_seqs or AT_ONCE,
             loads=setup.world.rank == 0,

@@ -16,7 +16,7 @@ class Limits:
     """Seconds that a request may take."""
 
     answer_s: float  # --rollout.server-timeout-s
-    work_s: float  # of one that samples or loads: --save.timeout-s
+    work_s: float  # of one that samples or loads: half of --save.timeout-s, so that another server has the other half
 
 
 class ServerError(Exception):
@@ -71,7 +71,7 @@ class Client:
                         raise Refused(self.line(f"answered {path} with more than {most_bytes} bytes"))
         except TimeoutError as error:
             if is_long and not isinstance(error, aiohttp.ConnectionTimeoutError):
-                text = f"no answer to {path} within --save.timeout-s {self.limits.work_s:g}"
+                text = f"no answer to {path} within {self.limits.work_s:g} s, half of --save.timeout-s"
             else:
                 text = f"no answer to {path} within --rollout.server-timeout-s {self.limits.answer_s:g}"
             raise Gone(self.line(text)) from None

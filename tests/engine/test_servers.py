@@ -175,7 +175,7 @@ def test_a_server_whose_load_hangs_is_given_the_weights_again(servers):
         begin(pool, 1)
         assert pool.num_ready == 1
         end = time.monotonic() + 20
-        while "/update_weights within --save.timeout-s 1" not in pool.troubles() and time.monotonic() < end:
+        while "/update_weights within 1 s, half of --save.timeout-s" not in pool.troubles() and time.monotonic() < end:
             time.sleep(0.02)
         servers[0].hanging_path = ""
         while pool.num_ready < 2 and time.monotonic() < end:
