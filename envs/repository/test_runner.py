@@ -123,7 +123,7 @@ def run_unittest(arguments, key, results):
             teller.tell(test.id())
 
     sys.path[0] = os.getcwd()
-    runner = unittest.TextTestRunner(verbosity=2, resultclass=Result)
+    runner = unittest.TextTestRunner(verbosity=2, resultclass=Result)  # type: ignore[arg-type]
     program = unittest.main(module=None, argv=["python -m unittest", *arguments], testRunner=runner, exit=False)
     return int(not program.result.wasSuccessful())
 
