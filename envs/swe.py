@@ -169,7 +169,7 @@ def shorten(text: str) -> str:
 def judge(task: dict[str, Any], workspace: Jail | Container) -> dict[str, float]:
     """Run the hidden tests on the model's files, in a fresh workspace. Where they cannot run because of what the model
     left there, or write no reward, the score is 0 and `tests_not_run` is 1: an error would be dropped, and not teach it
-    anything."""
+    anything. `runner_changed`: tests do not count because the code under test changed the test runner."""
     tests = pack_files(task["tests"]) if task["tests"] else ""
     operation = {
         "kind": "judge", "files": workspace.packed(), "tests": tests, "tests_folder": task["tests_folder"],
@@ -183,13 +183,13 @@ def judge(task: dict[str, Any], workspace: Jail | Container) -> dict[str, float]
     finally:
         fresh.close()
     if "error" in result or "lost" in result:
-        return {"score": 0.0, "tests_passed": 0.0, "tests_timed_out": 0.0, "tests_not_run": 1.0}
+        return {"score": 0.0, "tests_passed": 0.0, "tests_timed_out": 0.0, "tests_not_run": 1.0, "runner_changed": 0.0}
     timed_out = float(result["code"] is None)
     if task["reward_file"]:
         reward = read_reward(result.get("reward", ""))
         score = reward or 0.0
         return {"score": score, "tests_passed": score, "tests_timed_out": timed_out,
-                "tests_not_run": float(reward is None)}
+                "tests_not_run": float(reward is None), "runner_changed": 0.0}
     passed = is_passed(task, result)
     return {"score": float(all(passed)), "tests_passed": sum(passed) / len(passed), "tests_timed_out": timed_out,
-            "tests_not_run": 0.0}
+            "tests_not_run": 0.0, "runner_changed": float(result.get("runner_changed", False))}

@@ -94,6 +94,10 @@ def schema_of(tool: Callable) -> dict[str, Any]:
     name = name_of(tool)
     if hasattr(tool, "schema"):
         return tool.schema
+    for argument in inspect.signature(tool).parameters.values():
+        if argument.kind not in (argument.KEYWORD_ONLY, argument.POSITIONAL_OR_KEYWORD):
+            raise ValueError(f"the tool {name} takes {argument}, {argument.kind.description}, and the model gives "
+                             f"arguments by their names: give the tool an attribute `schema`, or other arguments")
     from transformers.utils import chat_template_utils  # a second of CPU: see prepare_schemas
 
     # without torch, which takes seconds to import and is only asked for the type of audio
@@ -102,6 +106,8 @@ def schema_of(tool: Callable) -> dict[str, Any]:
             return chat_template_utils.get_json_schema(tool)
         except chat_template_utils.DocstringParsingException as error:
             raise ValueError(f"the tool {name} needs a docstring with its arguments: {error}") from None
+        except chat_template_utils.TypeHintParsingException as error:
+            raise ValueError(f"the tool {name} needs type hints of its arguments: {error}") from None
 
 
 def prepare_schemas(modules: Iterable[ModuleType]) -> None:

@@ -13,6 +13,7 @@ runs on 3.6.
 
 import base64
 import fnmatch
+import importlib.machinery
 import io
 import json
 import os
@@ -24,10 +25,13 @@ import sys
 import tarfile
 
 MAX_OUTPUT = 4000000  # bytes of a command's output that are read
-CONFIGURES_TESTS = ("conftest.py", "pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml",
-                    "sitecustomize.py", "usercustomize.py", "*.pth")
+CONFIGURES_TESTS = ("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg",
+                    "pyproject.toml", "sitecustomize.py", "usercustomize.py", "*.pth", "entry_points.txt",
+                    ".gitattributes")
 """Names of files that can change what a test's result is: in the judged copy they are as in the snapshot. With a
-`conftest.py` of its own a model can make each test pass."""
+`conftest.py` of its own a model can make each test pass; pytest loads as a plugin what an `entry_points.txt` names."""
+RUNNERS = ("pytest.py", "_pytest.py", "pluggy.py", "unittest.py")
+"""Modules that must not come from the model's files."""
 
 
 def unpack(archive, folder):
@@ -150,6 +154,7 @@ def replace(folder, given):
 
 def judge(folder, given):
     """Run the hidden tests on the model's files. The folder holds the snapshot when this begins."""
+    snapshot = set(state(folder))
     settings = files_that_configure_tests(folder)
     patched = re.findall(r"^(?:---|\+\+\+) [ab]/(.+?)\s*$", given["patch"], re.MULTILINE)
     for path in patched:
@@ -161,6 +166,11 @@ def judge(folder, given):
     make_readable(folder)
     for path in [*files_that_configure_tests(folder), *patched]:
         clear(os.path.join(folder, path))
+    hidden = names_in(given["tests"]) if given["tests"] and not given["tests_folder"] else []
+    for path in stand_ins(folder, [*hidden, *patched, *settings, *RUNNERS]):
+        if path not in snapshot:
+            clear(path)
+    clear_compiled(folder)
     for path, content in settings.items():
         restore(os.path.join(folder, path), content)
     if given["tests"]:
@@ -189,10 +199,47 @@ def files_that_configure_tests(folder):
     found = {}
     for parent, _, files in os.walk(folder):
         for name in files:
-            if any(fnmatch.fnmatch(name, pattern) for pattern in CONFIGURES_TESTS):
-                path = os.path.join(parent, name)
-                found[os.path.relpath(path, folder)] = content_of(path)
+            path = os.path.join(parent, name)
+            short = os.path.relpath(path, folder)
+            if is_of_tests(short) or any(fnmatch.fnmatch(name, pattern) for pattern in CONFIGURES_TESTS):
+                found[short] = content_of(path)
     return found
+
+
+def is_of_tests(path):
+    """Whether it is the `__init__.py` of a package of tests, which could lead to others. Not below any folder `test`:
+    `django/test` is a part of Django."""
+    *folders, name = path.split(os.sep)
+    return name.startswith("__init__.") and ("tests" in folders or folders[:1] == ["test"])
+
+
+def names_in(archive):
+    with tarfile.open(fileobj=io.BytesIO(base64.b64decode(archive))) as tar:
+        return [os.path.normpath(member.name) for member in tar if member.isfile()]
+
+
+def stand_ins(folder, paths):
+    """What Python may import instead of these modules of the folder, or of the folders that they lie in: a package is
+    found before a module of the same name, and compiled code before source code."""
+    endings = importlib.machinery.all_suffixes()
+    found = set()
+    for path in paths:
+        if not path.endswith(".py"):
+            continue
+        parent = folder
+        for part in path[:-len(".py")].split(os.sep):
+            found.update(os.path.join(parent, part + ending) for ending in endings)
+            parent = os.path.join(parent, part)
+        found.update(os.path.join(parent, "__init__" + ending) for ending in endings)
+    return [path for path in found if os.path.lexists(path)]
+
+
+def clear_compiled(folder):
+    """A file in `__pycache__` may say that it is never compared with its source."""
+    for parent, folders, _ in os.walk(folder):
+        if "__pycache__" in folders:
+            folders.remove("__pycache__")
+            clear(os.path.join(parent, "__pycache__"))
 
 
 def content_of(path):
@@ -211,9 +258,13 @@ def restore(path, content):
 
 
 def apply(patch, folder):
-    """A patch of the tests. Git applies it outside of its own repositories too."""
+    """A patch of the tests. Git reads the settings of a repository of its own: with those in the folder a model could
+    have a program of its own filter what is written."""
+    repository = os.path.abspath("git")
+    subprocess.check_call(["git", "init", "--quiet", repository])
+    environment = dict(os.environ, GIT_DIR=os.path.join(repository, ".git"), GIT_WORK_TREE=os.path.abspath(folder))
     process = subprocess.Popen(["git", "apply", "--whitespace=nowarn", "-"], cwd=folder, stdin=subprocess.PIPE,
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
     said, _ = process.communicate(patch.encode())
     if process.returncode != 0:
         raise ValueError("the tests' patch does not apply: " + said.decode(errors="replace")[-500:])
@@ -221,7 +272,7 @@ def apply(patch, folder):
 
 def run_tests(folder, given):
     """By `runner`, the text of test_runner.py. It writes each passed test with a key, which the model's code, imported
-    later, has not been told."""
+    later, has not been told; the key alone for one that passed after the test runner was changed."""
     key = base64.b16encode(os.urandom(16)).decode()
     program = os.path.abspath("test_runner.py")
     with open(program, "w") as file:
@@ -232,7 +283,7 @@ def run_tests(folder, given):
         results.seek(0)
         lines = results.read().decode(errors="replace").splitlines()
     passed = [line[len(key) + 1:] for line in lines if line.startswith(key + " ")]
-    return {"code": code, "output": output, "passed": passed}
+    return {"code": code, "output": output, "passed": passed, "runner_changed": key in lines}
 
 
 def main():

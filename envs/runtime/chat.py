@@ -139,7 +139,11 @@ class Chat:
         self.restart_clock()  # from here on it has --rollout.tool-timeout-s
         try:
             content = await self._run_tool(name, call)
-        except Exception as error:  # any error of a tool is told to the model, and counted
+        # any error of a tool is told to the model, and counted; SystemExit is argparse's for wrong arguments
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            is_cancelled = asyncio.current_task().cancelling()  # from outside; a library may raise the same by itself
+            if isinstance(error, asyncio.CancelledError) and is_cancelled:
+                raise
             self.num_tool_errors += 1
             content = f"Error: {type(error).__name__}: {error}"
         self.restart_clock()

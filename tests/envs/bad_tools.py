@@ -35,6 +35,8 @@ def work(kind: str) -> str | Awaitable:
         raise KeyError("no such thing")
     if kind == "exit":
         sys.exit(1)
+    if kind == "cancel":
+        raise asyncio.CancelledError("by a library")
     if kind == "wait":
         return asyncio.sleep(60)
     if kind == "hang in a thread":
@@ -52,6 +54,56 @@ async def episode(chat, row):
     while chat.tool_calls:
         await chat.reply(*[await chat.tool_call(call) for call in chat.tool_calls])
     return {"score": 1.0, "turns": chat.turns}
+
+
+async def at_once(chat, row):
+    chat.tools = [work]
+    await chat.reply()
+    while chat.tool_calls:
+        await chat.reply(*await chat.call_tools())
+    return 1.0
+
+
+def untyped(a):
+    """Work.
+
+    Args:
+        a: How.
+    """
+
+
+def any_number(*numbers: int) -> int:
+    """Add.
+
+    Args:
+        numbers: To add.
+    """
+
+
+def by_name(**numbers: int) -> int:
+    """Add.
+
+    Args:
+        numbers: To add.
+    """
+
+
+def by_place(number: int, /) -> int:
+    """Add.
+
+    Args:
+        number: To add.
+    """
+
+
+def untold(a: int) -> int:
+    return a
+
+
+async def undescribed(chat, row):
+    chat.tools = [globals()[row["tool"]]]
+    await chat.reply()
+    return 1.0
 
 
 def plain(chat, row):

@@ -152,6 +152,9 @@ def pytest_runtest_makereport(item, call):
     outcome = yield
     outcome.get_result().outcome = "passed"
 """
+OWN_TESTS = "import unittest\nclass Hidden(unittest.TestCase):\n    def test_add(self): pass\n"
+WRONG = "def add(a, b): return a - b\n"
+IDS = "['test_calc.py::Hidden::test_add', 'test_calc.Hidden.test_add']"
 CHEATS = {
     "exit code 0": {"calc.py": "import os\nos._exit(0)\n"},
     "printed lines": {"calc.py": "import os\nprint('PASSED test_calc.py::Hidden::test_add\\ntest_calc.Hidden.test_add',"
@@ -164,20 +167,48 @@ CHEATS = {
     "another pytest": {"pytest.py": "def main(*a, **k):\n    k['plugins'][0].passed.add('test_calc.py::Hidden')\n"},
     "another unittest": {"unittest.py": "raise SystemExit(0)\n", "unittest/__init__.py": "raise SystemExit(0)\n"},
     "a start file": {"sitecustomize.py": "import os\nos._exit(0)\n", "usercustomize.py": "import os\nos._exit(0)\n"},
-    "tests of its own": {"test_calc.py": "import unittest\nclass Hidden(unittest.TestCase):\n"
-                                         "    def test_add(self): pass\n"},
+    "tests of its own": {"test_calc.py": OWN_TESTS},
+    "a package of the tests' name": {"test_calc/__init__.py": OWN_TESTS},
+    "which pytest is told to take": {
+        "test_calc/__init__.py": "import os\nos.environ['PY_IGNORE_IMPORTMISMATCH'] = '1'\n" + OWN_TESTS},
+    "an option of pytest 9": {"pytest.toml": "[pytest]\naddopts = ['-p', 'cheat']\n", "cheat.py": HOOK},
+    "a hidden one": {".pytest.toml": "[pytest]\naddopts = ['-p', 'cheat']\n", "cheat.py": HOOK},
+    "an installed plugin": {"a.dist-info/METADATA": "Name: a\nVersion: 1\n", "cheat.py": HOOK,
+                            "a.dist-info/entry_points.txt": "[pytest11]\ncheat = cheat\n"},
+    "the same in the older form": {"a.egg-info/PKG-INFO": "Name: a\nVersion: 1\n", "cheat.py": HOOK,
+                                   "a.egg-info/entry_points.txt": "[pytest11]\ncheat = cheat\n"},
+    "another assertEqual": {"calc.py": "import unittest\nunittest.TestCase.assertEqual = lambda *a: None\n" + WRONG},
+    "another code of it": {"calc.py": "import unittest\ndef f(self, a, b, msg=None): pass\n"
+                                      "unittest.TestCase.assertEqual.__code__ = f.__code__\n" + WRONG},
+    "the reporter's names": {"calc.py": "import __main__, os\nfor name in NAMES:\n"
+                                        "    line = (__main__.key + ' ' + name + '\\n').encode()\n"
+                                        "    os.write(__main__.results, line)\nos._exit(0)\n".replace("NAMES", IDS)},
+    "the reporter's function": {"calc.py": f"import __main__\nfor name in {IDS}:\n    __main__.tell(name)\n" + WRONG},
+    "an expected failure": {"calc.py": "import pytest\ndef add(a, b): pytest.xfail('later')\n"},
+    "the same without pytest's function": {"calc.py": "import pytest\ndef add(a, b): raise pytest.xfail.Exception()\n"},
 }
+COMPILED = """import importlib.util, marshal, os
+code = compile(open('own.py').read(), 'test_calc.py', 'exec')
+os.makedirs('__pycache__')
+with open(importlib.util.cache_from_source('test_calc.py'), 'wb') as file:
+    file.write(importlib.util.MAGIC_NUMBER + (1).to_bytes(4, 'little') + bytes(8) + marshal.dumps(code))
+os.unlink('own.py')
+"""
 
 
 @pytest.mark.parametrize("verdict", [BY_UNITTEST, BY_PYTEST], ids=["unittest", "pytest"])
 def test_none_of_these_cheats_is_rewarded(verdict, player):
     scripts = []
     for files in CHEATS.values():
+        if verdict is BY_UNITTEST and "pytest" in str(files):
+            continue
         writes = [call("write_file", path=path, text=text) for path, text in files.items()]
         scripts.append((make_row(**verdict), [*writes, "done"]))
     scripts.append((make_row(**verdict), [bash("ln -s /dev/null test_calc.py"), "done"]))
     scripts.append((make_row(**verdict), [bash("mkdir -p test_calc.py/a; chmod 000 test_calc.py"), "done"]))
     scripts.append((make_row(**verdict), [bash("cd ..; rm -rf repo; ln -s /usr repo"), "done"]))
+    writes = [call("write_file", path="own.py", text=OWN_TESTS), call("write_file", path="make.py", text=COMPILED)]
+    scripts.append((make_row(**verdict), [*writes, bash("python3 make.py"), "done"]))
     ended = player.play_all(scripts)
     assert [message.get("score") for message, _ in ended] == [0.0] * len(scripts), [m for m, _ in ended]
 
@@ -185,6 +216,46 @@ def test_none_of_these_cheats_is_rewarded(verdict, player):
 def test_what_the_model_does_to_the_tests_files_does_not_hinder_them(player):
     for command in ("ln -s /dev/null test_calc.py", "mkdir -p test_calc.py/a; chmod 000 test_calc.py", "chmod 000 ."):
         assert score_of(player, make_row(), REPAIR, bash(command)) == 1.0, command
+
+
+def test_a_patch_of_the_tests_is_applied_by_no_git_of_the_model(player):
+    """A filter in the settings of its own repository could write other tests."""
+    patch = ("--- /dev/null\n+++ b/test_new.py\n@@ -0,0 +1,3 @@\n+import unittest, calc\n"
+             "+class T(unittest.TestCase):\n+    def test_it(self): assert calc.add(2, 3) == 5\n")
+    verdict = {"tests": "", "patch": patch, "runner": "unittest", "arguments": ["test_new"],
+               "passes": ["test_new.T.test_it"]}
+    own = "git init -q . && git config filter.x.smudge 'sed s/assert.*/pass/' && echo '* filter=x' > "
+    for place in (".gitattributes", ".git/info/attributes"):
+        assert score_of(player, make_row(**verdict), bash("mkdir -p .git/info; " + own + place)) == 0.0
+        assert score_of(player, make_row(**verdict), bash(own + place), REPAIR) == 1.0
+
+
+def test_honest_work_beside_what_cheats_use(player):
+    """A package of tests with a helper, a folder of data with a test's name, an expected failure, a conftest that
+    changes pytest for a plugin's sake, new modules."""
+    repo = CALC | {"tests/__init__.py": "", "tests/helper.py": "FIVE = 5\n", "tests/test_calc/data.txt": "5"}
+    test = ("import pytest\nfrom calc import add\nfrom tests.helper import FIVE\n"
+            "def test_add():\n    assert add(2, 3) == FIVE == int(open('tests/test_calc/data.txt').read())\n"
+            "def test_later():\n    pytest.xfail('later')\n"
+            "@pytest.mark.xfail\ndef test_marked():\n    assert False\n")
+    verdict = {"runner": "pytest", "arguments": ["tests/test_calc.py"],
+               "passes": [f"tests/test_calc.py::test_{name}" for name in ("add", "later", "marked")]}
+    row = make_row(repo=packed(repo), tests=packed({"tests/test_calc.py": test}), **verdict)
+    honest = [call("write_file", path="calc.py", text="from sums.two import add\n"),
+              call("write_file", path="sums/two.py", text="def add(a, b): return a + b\n"),
+              call("write_file", path="sums/__init__.py", text="")]
+    assert score_of(player, row) == 0.0
+    assert score_of(player, row, *honest) == 1.0
+    lead = "import os\n__path__ = [os.path.join(os.path.dirname(__file__), 'own')]\n"
+    message, _ = player.play(row, [call("write_file", path="tests/__init__.py", text=lead), *honest, "done"])
+    assert (message["score"], message["extra"]["runner_changed"]) == (1.0, 0.0)
+
+
+def test_a_changed_test_runner_is_counted(player):
+    changes = call("write_file", path="calc.py", text=CHEATS["another assertEqual"]["calc.py"])
+    for verdict in (BY_UNITTEST, BY_PYTEST):
+        message, _ = player.play(make_row(**verdict), [changes, "done"])
+        assert (message["score"], message["extra"]["runner_changed"]) == (0.0, 1.0)
 
 
 def test_harbors_reward_file(player):

@@ -1,6 +1,7 @@
 """Tools that misbehave: each is told to the model, or ends its own episode, and hurts no other one."""
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -25,9 +26,10 @@ def test_faults_of_tools(capfd):
         "raise": "Error: KeyError: 'no such thing'", "much": "y" * 100_000, "print": "fine",
         "wait": "Error: TimeoutError: it took longer than 10 s", "half a pair": "a ? b",
         "hang in a thread": "Error: TimeoutError: it took longer than 10 s",
-        "a dict": '{"city": "Zürich", "half": "?"}',
+        "a dict": '{"city": "Zürich", "half": "?"}', "exit": "Error: SystemExit: 1",
+        "cancel": "Error: CancelledError: by a library",
     }
-    kinds = [*told, "hang in C", "die", "segfault", "exit"]
+    kinds = [*told, "hang in C", "die", "segfault"]
     with Player(FILE, timeout_s=10.0) as player:
         found = dict(zip(kinds, player.play_all([({}, [call(kind), "done"]) for kind in kinds]), strict=True))
     for kind, text in told.items():
@@ -36,10 +38,35 @@ def test_faults_of_tools(capfd):
         assert message["score"] == 1.0 and message["extra"] == {"turns": 2.0} and message["num_tool_calls"] == 1
         assert message["num_tool_errors"] == text.startswith("Error")
     failures = {kind: found[kind][0]["failure"] for kind in kinds if kind not in told}
-    assert failures == {"hang in C": "timeout", "die": "crash", "segfault": "crash", "exit": "exception"}
-    assert "bad_tools.py" in found["hang in C"][0]["text"] and found["exit"][0]["kind"] == "SystemExit"
+    assert failures == {"hang in C": "timeout", "die": "crash", "segfault": "crash"}
+    assert "bad_tools.py" in found["hang in C"][0]["text"]
     printed = capfd.readouterr().err
     assert "[an episode printed more than 10000 characters]" in printed and printed.count("x" * 100) == 100
+
+
+def test_faults_of_tools_that_run_at_once_are_told():
+    """One that exits, or is cancelled by a library, does not take the others with it."""
+    kinds = ["exit", "fine", "cancel", "raise"]
+    with Player(FILE + ":at_once") as player:
+        message, said = player.play({}, [[*itertools.chain.from_iterable(map(call, kinds))], "done"])
+    assert said == ["Error: SystemExit: 1", "fine", "Error: CancelledError: by a library",
+                    "Error: KeyError: 'no such thing'"]
+    assert (message["score"], message["num_tool_calls"], message["num_tool_errors"]) == (1.0, 4, 3)
+
+
+def test_a_tool_that_no_schema_describes_is_refused():
+    """What the model could never call, or is not told of."""
+    rules = {
+        "untyped": "untyped needs type hints of its arguments", "untold": "untold needs a docstring",
+        "any_number": r"any_number takes \*numbers: int, variadic positional, .* attribute `schema`",
+        "by_name": r"by_name takes \*\*numbers: int, variadic keyword, ",
+        "by_place": r"by_place takes number: int, positional-only, ",
+    }
+    with Player(FILE + ":undescribed") as player:
+        for tool, rule in rules.items():
+            message, said = player.play({"tool": tool}, ["done"])
+            assert message["kind"] == "ValueError" and said == []
+            assert re.search(rule, message["text"].splitlines()[-1]), message["text"]
 
 
 def framed(text: bytes) -> bytes:
