@@ -1,0 +1,137 @@
+"""What is written of a model that reads images: the names, shapes and orientation of published checkpoints, in the class
+of transformers and in vLLM; its adapters merged by a run, from its checkpoint and by evaluate.py; its reward model."""
+
+# ruff: noqa: F811  (fixtures that are imported)
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+from common.checkpoint.export import export, hf_files, model_of
+from common.model.loading import load_critic, load_policy
+from common.model.lora import LoRAConfig
+from common.model.optimizers import make_optimizer
+from common.model.policy import ModelConfig
+from common.model.scorer import load_scorer
+from common.optim import OptimConfig
+from common.run import RunArgs
+from tests.checkpoint.test_checkpoint import assert_same, watch  # noqa: F401 (fixture)
+from tests.model.test_lora import adapted
+from tests.rank_worker import STATE, checkpoints_of
+from tests.vision.stand_in import without_torchvision
+from tests.vision.tiny_models import make_vision_model
+from tools import checkpoints
+from tools.model_source import write_model
+
+FLOAT32 = ModelConfig(compute_dtype="float32")
+FAMILIES = ["qwen3_vl_moe", *(pytest.param(name, marks=pytest.mark.sweep) for name in (
+    "qwen2_5_vl", "qwen3_vl", "internvl"))]
+TOKENS = [5, 17, 300, 41, 7, 7, 90, 23, 51, 8, 400, 3]
+
+
+def made_by(path: str, policy) -> dict[str, bytes]:
+    return hf_files(path, policy.lm.config, AutoTokenizer.from_pretrained(path), "float32")
+
+
+def tensors_in(folder: Path | str) -> dict[str, torch.Tensor]:
+    return load_file(Path(folder) / "model.safetensors")
+
+
+def published_by_hand(family: str, path: str) -> dict[str, torch.Tensor]:
+    """What transformers has written in the folder, with the experts of Qwen3-VL-MoE [experts, in, out] as Qwen published
+    them: transformers reads both, writes [experts, out, in]."""
+    found = tensors_in(path)
+    if family == "qwen3_vl_moe":
+        for layer in range(2):
+            for name in ("gate_up_proj", "down_proj"):
+                key = f"model.language_model.layers.{layer}.mlp.experts.{name}"
+                found[key] = found[key].transpose(1, 2)
+        assert found[key].shape == (4, 32, 128)                         # of 4 experts from 32 to 128
+    return found
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", FAMILIES[0], *FAMILIES[2:]])
+def test_an_export_is_as_published(family, world, tmp_path):
+    path = make_vision_model(family, tmp_path / "source")
+    policy = load_policy(path, FLOAT32, world)
+    export(policy, made_by(path, policy), tmp_path / "model", world)
+    assert_same(tensors_in(tmp_path / "model"), published_by_hand(family, path))
+    theirs, info = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert not any(info[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert_same(dict(theirs.named_parameters()), dict(policy.full_tensors(None)))
+
+
+def logps_of_vllm(folder: Path) -> torch.Tensor:
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(str(folder), dtype="float32", max_model_len=64, enforce_eager=True, block_size=32, disable_log_stats=True,
+              kv_cache_memory_bytes=2**26, mm_hasher_algorithm="sha256", mm_device_do_normalize=False,
+              limit_mm_per_prompt={"image": 1, "video": 0})
+    out, = llm.generate({"prompt_token_ids": TOKENS}, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+    llm.llm_engine.engine_core.shutdown()
+    return torch.tensor([one[token].logprob for one, token in zip(out.prompt_logprobs[1:], TOKENS[1:])])
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("family", FAMILIES)
+def test_vllm_reads_an_export(family, world, tmp_path):
+    """Its log-probs of a text are those of transformers with the folder's weights."""
+    without_torchvision()
+    path = make_vision_model(family, tmp_path / "source")
+    policy = load_policy(path, FLOAT32, world)
+    export(policy, made_by(path, policy), tmp_path / "model", world)
+    theirs = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        rows = theirs(input_ids=torch.tensor([TOKENS])).logits[0, :-1].log_softmax(-1)
+    want = rows.gather(1, torch.tensor(TOKENS[1:])[:, None])[:, 0]
+    assert (logps_of_vllm(tmp_path / "model") - want).abs().max() < 2e-5 < want.std()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_are_merged_alike_by_all_that_write_them(family, world, watch, tmp_path):
+    """The run, `tools.checkpoints export`, and evaluate.py, which reads peft's format; those of experts too."""
+    path = make_vision_model(family, tmp_path / "source")
+    targets = ("all-linear", "experts") if family == "qwen3_vl_moe" else ()
+    lora = LoRAConfig(rank=4, alpha=8.0, targets=targets)
+    policy = adapted(path, world, FLOAT32, lora)
+    files = made_by(path, policy)
+    export(policy, files, tmp_path / "by_run", world)
+    args = RunArgs(model=path, train_data=(), lora=lora, policy=FLOAT32, run_dir=str(tmp_path / "run"))
+    optimizer = make_optimizer(policy, OptimConfig())
+    run = checkpoints_of(tmp_path / "run", world, policy, optimizer, watch, files, args=args)
+    run.after_step(STATE | {"step": 1, "total_steps": 1})
+    run.wait()
+    checkpoints.export_checkpoint(str(tmp_path / "run"), tmp_path / "by_tool")
+    checkpoints.export_checkpoint(str(tmp_path / "run"), tmp_path / "adapter", adapter=True)
+    write_model(str(tmp_path / "adapter"), tmp_path / "by_evaluate", FLOAT32)
+    want = tensors_in(tmp_path / "by_run")
+    assert_same(tensors_in(tmp_path / "by_tool"), want)
+    assert_same(tensors_in(tmp_path / "by_evaluate"), want)
+    changed = [name for name, tensor in published_by_hand(family, path).items() if not torch.equal(tensor, want[name])]
+    num_layers = 2 * (6 if family == "qwen3_vl_moe" else 7)             # q, k, v, o, and three or two of an MLP
+    assert len(changed) == num_layers and not any("vis" in name for name in changed)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_reward_model_is_written_and_read(family, world, tmp_path):
+    path = make_vision_model(family, tmp_path / "source")
+    scorer = load_scorer(path, FLOAT32, world)
+    export(scorer, made_by(path, scorer), tmp_path / "model", world)
+    found = tensors_in(tmp_path / "model")
+    assert torch.equal(found.pop("score.weight"), scorer.critic.head.weight.full_tensor())
+    assert_same(found, published_by_hand(family, path))                 # the head is tied, and no part of it
+    again = load_critic(str(tmp_path / "model"), FLOAT32, world)
+    assert_same({name: p.full_tensor() for name, p in again.named_parameters()},
+                {name: p.full_tensor() for name, p in scorer.critic.named_parameters()})
+
+
+def test_a_config_with_too_many_layers_ends_at_once(tmp_path):
+    config = json.loads((Path(make_vision_model("qwen3_vl", tmp_path)) / "config.json").read_text())
+    for part, name in (("text_config", "num_hidden_layers"), ("vision_config", "depth")):
+        changed = config | {part: config[part] | {name: 10**7}}
+        with pytest.raises(ValueError, match=r"config.json names 10,000,000 layers, more than the 1,000 of any model"):
+            model_of({"config.json": json.dumps(changed).encode()})
