@@ -320,6 +320,22 @@ def test_peft_loads_the_adapters(in_peft, tmp_path):
     assert (torch.load(tmp_path / "logits.pt") - want).abs().max() < 1e-4 < 0.05 < (before - want).abs().max()
 
 
+@pytest.mark.parametrize("targets", [(), pytest.param(("all-linear", "experts"), marks=pytest.mark.sweep)])
+def test_peft_loads_adapters_of_dense_layers_and_shared_experts(targets, world, watch, tmp_path):
+    """Which have the names that peft takes for experts: GLM-4.5 has a dense layer, then one with shared experts."""
+    model = make_model("glm4_moe", tmp_path / "source")
+    adapters = LoRAConfig(rank=3, alpha=6.0, targets=targets)
+    policy = adapted(model, world, FLOAT32, adapters)
+    files = config_file(policy, FLOAT32)
+    export(policy, files, tmp_path / "merged", world)
+    save(policy, model, files, world, watch, tmp_path, adapters)
+    checkpoints.export_checkpoint(str(tmp_path), tmp_path / "adapter", adapter=True)
+    config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert set(config["target_modules"]) == set(ATTENTION)
+    assert {"mlp.up_proj.weight", "shared_experts.up_proj.weight"} < set(config["target_parameters"])
+    test_peft_loads_the_adapters((model, tmp_path / "adapter", tmp_path / "merged"), tmp_path)
+
+
 def test_evaluate_reads_adapters_of_experts(in_peft, tmp_path):
     _, adapter, merged = in_peft
     merge_adapter(adapter, tmp_path / "read", FLOAT32)

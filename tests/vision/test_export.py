@@ -1,5 +1,5 @@
-"""What is written of a model that reads images: the names, shapes and orientation of published checkpoints, in the class
-of transformers and in vLLM; its adapters merged by a run, from its checkpoint and by evaluate.py; its reward model."""
+"""What is written of a model that reads images: names, shapes and orientation of published checkpoints, by transformers
+and by vLLM; its adapters merged by a run, from its checkpoint and by evaluate.py; its reward model."""
 
 # ruff: noqa: F811  (fixtures that are imported)
 
@@ -20,9 +20,10 @@ from common.model.scorer import load_scorer
 from common.optim import OptimConfig
 from common.run import RunArgs
 from tests.checkpoint.test_checkpoint import assert_same, watch  # noqa: F401 (fixture)
-from tests.model.test_lora import adapted
+from tests.conftest import launch
+from tests.model.peft_worker import logits
+from tests.model.test_lora import SITE, adapted
 from tests.rank_worker import STATE, checkpoints_of
-from tests.vision.stand_in import without_torchvision
 from tests.vision.tiny_models import make_vision_model
 from tools import checkpoints
 from tools.model_source import write_model
@@ -42,8 +43,8 @@ def tensors_in(folder: Path | str) -> dict[str, torch.Tensor]:
 
 
 def published_by_hand(family: str, path: str) -> dict[str, torch.Tensor]:
-    """What transformers has written in the folder, with the experts of Qwen3-VL-MoE [experts, in, out] as Qwen published
-    them: transformers reads both, writes [experts, out, in]."""
+    """What transformers has written in the folder, with the experts of Qwen3-VL-MoE [experts, in, out], as Qwen
+    published them: transformers reads both, and writes [experts, out, in]."""
     found = tensors_in(path)
     if family == "qwen3_vl_moe":
         for layer in range(2):
@@ -65,22 +66,10 @@ def test_an_export_is_as_published(family, world, tmp_path):
     assert_same(dict(theirs.named_parameters()), dict(policy.full_tensors(None)))
 
 
-def logps_of_vllm(folder: Path) -> torch.Tensor:
-    from vllm import LLM, SamplingParams
-
-    llm = LLM(str(folder), dtype="float32", max_model_len=64, enforce_eager=True, block_size=32, disable_log_stats=True,
-              kv_cache_memory_bytes=2**26, mm_hasher_algorithm="sha256", mm_device_do_normalize=False,
-              limit_mm_per_prompt={"image": 1, "video": 0})
-    out, = llm.generate({"prompt_token_ids": TOKENS}, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
-    llm.llm_engine.engine_core.shutdown()
-    return torch.tensor([one[token].logprob for one, token in zip(out.prompt_logprobs[1:], TOKENS[1:])])
-
-
 @pytest.mark.sweep
 @pytest.mark.parametrize("family", FAMILIES)
 def test_vllm_reads_an_export(family, world, tmp_path):
-    """Its log-probs of a text are those of transformers with the folder's weights."""
-    without_torchvision()
+    """Its log-probs of a text are those of transformers with the source's weights."""
     path = make_vision_model(family, tmp_path / "source")
     policy = load_policy(path, FLOAT32, world)
     export(policy, made_by(path, policy), tmp_path / "model", world)
@@ -88,7 +77,9 @@ def test_vllm_reads_an_export(family, world, tmp_path):
     with torch.no_grad():
         rows = theirs(input_ids=torch.tensor([TOKENS])).logits[0, :-1].log_softmax(-1)
     want = rows.gather(1, torch.tensor(TOKENS[1:])[:, None])[:, 0]
-    assert (logps_of_vllm(tmp_path / "model") - want).abs().max() < 2e-5 < want.std()
+    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    launch("-m", "tests.vision.vllm_reads", tmp_path / "model", tmp_path / "logp.pt", *map(str, TOKENS), env=env)
+    assert (torch.load(tmp_path / "logp.pt") - want).abs().max() < 2e-5 < want.std()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -114,6 +105,11 @@ def test_adapters_are_merged_alike_by_all_that_write_them(family, world, watch, 
     changed = [name for name, tensor in published_by_hand(family, path).items() if not torch.equal(tensor, want[name])]
     num_layers = 2 * (6 if family == "qwen3_vl_moe" else 7)             # q, k, v, o, and three or two of an MLP
     assert len(changed) == num_layers and not any("vis" in name for name in changed)
+    if (SITE / "peft").is_dir():                                        # tools/setup.sh extras
+        flags = [path, tmp_path / "adapter", tmp_path / "logits.pt"]
+        launch("-m", "tests.model.peft_worker", *flags, env={"PYTHONPATH": str(SITE)})
+        theirs = AutoModelForImageTextToText.from_pretrained(tmp_path / "by_run", dtype=torch.float32)
+        assert (torch.load(tmp_path / "logits.pt") - logits(theirs)).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("family", FAMILIES)
