@@ -174,7 +174,7 @@ def export_checkpoint(source: Positional[str], out: Positional[Path], adapter: b
     for path in [folder / "hf", *(folder / "hf").rglob("*")]:
         if path.is_symlink():
             raise ValueError(f"{path} is a symbolic link, which no run writes: its target would be copied to {out}")
-        if path.is_file() and not path.name.startswith("model"):
+        if path.is_file() and not path.name.startswith(("model.", "model-")):
             files[str(path.relative_to(folder / "hf"))] = path.read_bytes()
     has_adapters = flags.get("--lora.rank")
     is_scorer = any(name.endswith(SCORED) for name in json.loads(files["config.json"]).get("architectures") or ())
@@ -183,6 +183,9 @@ def export_checkpoint(source: Positional[str], out: Positional[Path], adapter: b
     if adapter and is_scorer:
         raise ValueError(f"{folder} is of a reward model, whose head is trained beside the adapters: without --adapter "
                          f"both are written, the adapters merged")
+    if (is_scorer or (has_adapters and not adapter)) and model_of(files) is None:
+        raise ValueError(f"{folder}: the code of {flags['--model']} comes with it, and is not run here: what the run "
+                         f"writes at its end (--save.hf) is complete, and of a policy --adapter writes the adapters")
     stored_as = read_checkpoint(folder)["model"].get("checkpoint format")
     if stored_as != SHARDS:
         raise ValueError(f"{folder} has the format {stored_as}, must have {SHARDS}: export it with the version that "

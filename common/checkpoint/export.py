@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import cached_file
 
 from common.checkpoint.files import entry_of, remove, sync, write_manifest
+from common.checkpoint.older_readers import CONFIG as TOKENIZER_CONFIG
 from common.checkpoint.older_readers import set_template, tokenizer_files, with_floats, with_old_keys
 from common.checkpoint.own import MARK, check_replaceable, hidden
 from common.forward.vision import FAMILIES, auto_class
@@ -65,8 +66,18 @@ def hf_files(model: str, config: PretrainedConfig, tokenizer: PreTrainedTokenize
     source = {}
     if published_config:
         source = json.loads(Path(published_config).read_bytes())
+        if "auto_map" in source or b'"auto_map"' in files.get(TOKENIZER_CONFIG, b""):
+            files |= code_beside(Path(published_config).parent)
     made = with_old_keys(json.loads(files["config.json"]), source, config.__class__)
     return files | {"config.json": json.dumps(made, indent=2, sort_keys=True).encode() + b"\n"}
+
+
+def code_beside(folder: Path) -> dict[str, bytes]:
+    """The Python files of a folder whose model or tokenizer comes with code. They are copied, and not run."""
+    found = {}
+    for path in sorted(folder.glob("*.py")):
+        found[path.name] = path.read_bytes()
+    return found
 
 
 def dtype_of(files: dict[str, bytes]) -> torch.dtype:
