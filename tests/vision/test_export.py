@@ -66,6 +66,13 @@ def test_an_export_is_as_published(family, world, tmp_path):
     assert_same(dict(theirs.named_parameters()), dict(policy.full_tensors(None)))
 
 
+def test_square_experts_have_no_orientation(world, tmp_path):
+    """transformers reads such weights as they are, and vLLM transposed: no folder is the same model for both."""
+    path = make_vision_model("qwen3_vl_moe", tmp_path / "source", moe_intermediate_size=64)
+    with pytest.raises(ValueError, match=r"experts.gate_up_proj is \[4, 128, 128\], and vLLM and transformers take"):
+        load_policy(path, FLOAT32, world)
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("family", FAMILIES)
 def test_vllm_reads_an_export(family, world, tmp_path):
