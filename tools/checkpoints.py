@@ -7,7 +7,7 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ import tyro
 from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 from tyro.conf import Positional
 
 from common.checkpoint.best import FILE
@@ -151,6 +153,19 @@ def peft_files(adapters: dict[str, Tensor], flags: dict[str, Any], lm: PreTraine
     return {"adapter_config.json": json.dumps(config, indent=2).encode(), "adapter_model.safetensors": content}
 
 
+def check_names(lm: PreTrainedModel, adapters: Iterable[str]) -> None:
+    """Raises ValueError if transformers, with which peft reads names, would take an adapter's layer for another one: of
+    Laguna's `shared_experts` it reads `shared_expert`, and any letter after it, as published."""
+    renamings = [entry for entry in get_model_conversion_mapping(lm) if isinstance(entry, WeightRenaming)]
+    known = lm.state_dict()
+    for name in adapters:
+        layer = name.rpartition(".")[0]
+        read = rename_source_key(f"{layer}.weight", renamings, [], lm.base_model_prefix, known)[0]
+        if read != f"{layer}.weight":
+            raise ValueError(f"peft would read the adapter of {layer} as one of {read.removesuffix('.weight')}: leave "
+                             f"out --adapter, and the adapters are merged")
+
+
 def check_out(out: Path, flags: dict[str, Any]) -> None:
     """Raises ValueError if what is at `out` was not made by an export: it would be replaced. `flags`: of the run, whose
     models stay where they are."""
@@ -194,7 +209,10 @@ def export_checkpoint(source: Positional[str], out: Positional[Path], adapter: b
     if adapter:
         keys = {name: key for name, key in keys.items() if is_adapter(name)}     # without routers' biases
         adapters = dict(read_stored(folder, keys, described(folder, keys, None)))
-        replace_hf(out, {}, (), peft_files(adapters, flags, model_of(files)))
+        lm = model_of(files)
+        if lm is not None:
+            check_names(lm, adapters)
+        replace_hf(out, {}, (), peft_files(adapters, flags, lm))
     else:
         base = read_checkpoint(folder).get("outside", {}).get("policy") if has_adapters else None
         if base and base != fingerprint(flags["--model"]):

@@ -27,6 +27,7 @@ from common.model.policy import ModelConfig
 from common.optim import OptimConfig
 from tests.checkpoint.test_checkpoint import watch  # noqa: F401 (fixture)
 from tests.conftest import VOCAB, launch, save_tokenizer
+from tests.model import scan_families
 from tests.model.families import config_of
 from tests.model.families import save as save_family
 from tests.model.peft_worker import logits
@@ -334,6 +335,15 @@ def test_peft_loads_adapters_of_dense_layers_and_shared_experts(targets, world, 
     assert set(config["target_modules"]) == set(ATTENTION)
     assert {"mlp.up_proj.weight", "shared_experts.up_proj.weight"} < set(config["target_parameters"])
     test_peft_loads_the_adapters((model, tmp_path / "adapter", tmp_path / "merged"), tmp_path)
+
+
+def test_adapters_that_peft_would_give_to_other_layers_are_refused():
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(scan_families.config_of("laguna"))
+    layer = "model.layers.1.mlp"
+    checkpoints.check_names(lm, ["model.layers.0.self_attn.q_proj.lora_A", f"{layer}.experts.down_proj_lora_A"])
+    with pytest.raises(ValueError, match=rf"peft would read the adapter of {layer}.shared_experts.up_proj as"):
+        checkpoints.check_names(lm, [f"{layer}.shared_experts.up_proj.lora_B"])
 
 
 def test_evaluate_reads_adapters_of_experts(in_peft, tmp_path):
