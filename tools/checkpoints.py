@@ -7,7 +7,7 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,9 @@ import torch
 import tyro
 from safetensors.torch import save
 from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 from tyro.conf import Positional
 
 from common.checkpoint.best import FILE
@@ -25,14 +28,19 @@ from common.checkpoint.older_readers import left_out
 from common.checkpoint.own import check_replaceable, paths_in
 from common.checkpoint.state import FILE as SHARDS
 from common.checkpoint.state import load_shards, open_shards
+from common.forward.adapted import are_experts
+from common.forward.vision import FAMILIES
 from common.model.loading import SCORED
 from common.model.lora import matrices_of, merge, transposed_experts
-from common.source.stored import Experts, fingerprint, open_folder, weights_of
+from common.source.stored import Experts, fingerprint, is_adapter, open_folder, weights_of
 from tools.flags import exit_with_error
 from tools.terminal import visible
 
 WEIGHT, BUFFER = "policy.model.lm.", "policy.buffer.lm."
 """A checkpoint stores the policy's tensors under these prefixes and their names in transformers."""
+NAMES_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+"""Names that peft takes for the experts of a mixture, as transformers 4 had them, wherever they are: dense layers and
+shared experts with these names must be parameters for it."""
 HEAD, HEAD_NAME = "policy.model.critic.head.weight", "score.weight"
 """The head of a reward model (common/model/scorer.py) in a checkpoint and in transformers."""
 
@@ -104,17 +112,23 @@ def merged(folder: Path, keys: dict[str, str], flags: dict[str, Any], files: dic
     return wanted | {name: tensor.to("meta") for name, tensor in head.items()}, chain(tensors, head.items())
 
 
-def peft_files(adapters: dict[str, Tensor], flags: dict[str, Any]) -> dict[str, bytes]:
+def peft_files(adapters: dict[str, Tensor], flags: dict[str, Any], lm: PreTrainedModel | None) -> dict[str, bytes]:
     """Adapters in peft's format, file name -> content. Those of experts are read by peft since 0.19, and by vLLM, which
     calls this layout 3D: A of all experts is one matrix [experts * rank, in], B [out, rank * experts]. The tensor of
-    the first product is called EXPERTS.base_layer, of the second EXPERTS, because peft wraps one around the other."""
+    the first product is called EXPERTS.base_layer, of the second EXPERTS, because peft wraps one around the other.
+    `lm`: from `model_of`."""
+    is_mixture = lm is not None and any(map(are_experts, lm.modules()))
     layers = set()
     parameters = set()
     tensors = {}
     for name, tensor in adapters.items():
         layer, _, kind = name.rpartition(".")
         if tensor.ndim == 2:
-            layers.add(layer.rpartition(".")[2])
+            above, own_name = layer.split(".")[-2:]
+            if is_mixture and own_name in NAMES_OF_EXPERTS:
+                parameters.add(f"{above}.{own_name}.weight")
+            else:
+                layers.add(own_name)
         else:
             own_name, _, kind = kind.partition("_lora_")
             kind = f"lora_{kind}"
@@ -133,8 +147,23 @@ def peft_files(adapters: dict[str, Tensor], flags: dict[str, Any]) -> dict[str, 
     }
     if parameters:
         config["target_parameters"] = sorted(parameters)
+    if lm is not None and lm.config.model_type in FAMILIES:     # its tower has layers of these names, too
+        config["exclude_modules"] = r"(?!.*\blanguage_model\.).*"
     content = save(tensors, {"format": "pt"})
     return {"adapter_config.json": json.dumps(config, indent=2).encode(), "adapter_model.safetensors": content}
+
+
+def check_names(lm: PreTrainedModel, adapters: Iterable[str]) -> None:
+    """Raises ValueError if transformers, with which peft reads names, would take an adapter's layer for another one: of
+    Laguna's `shared_experts` it reads `shared_expert`, and any letter after it, as published."""
+    renamings = [entry for entry in get_model_conversion_mapping(lm) if isinstance(entry, WeightRenaming)]
+    known = lm.state_dict()
+    for name in adapters:
+        layer = name.rpartition(".")[0]
+        read = rename_source_key(f"{layer}.weight", renamings, [], lm.base_model_prefix, known)[0]
+        if read != f"{layer}.weight":
+            raise ValueError(f"peft would read the adapter of {layer} as one of {read.removesuffix('.weight')}: leave "
+                             f"out --adapter, and the adapters are merged")
 
 
 def check_out(out: Path, flags: dict[str, Any]) -> None:
@@ -160,7 +189,7 @@ def export_checkpoint(source: Positional[str], out: Positional[Path], adapter: b
     for path in [folder / "hf", *(folder / "hf").rglob("*")]:
         if path.is_symlink():
             raise ValueError(f"{path} is a symbolic link, which no run writes: its target would be copied to {out}")
-        if path.is_file() and not path.name.startswith("model"):
+        if path.is_file() and not path.name.startswith(("model.", "model-")):
             files[str(path.relative_to(folder / "hf"))] = path.read_bytes()
     has_adapters = flags.get("--lora.rank")
     is_scorer = any(name.endswith(SCORED) for name in json.loads(files["config.json"]).get("architectures") or ())
@@ -169,14 +198,21 @@ def export_checkpoint(source: Positional[str], out: Positional[Path], adapter: b
     if adapter and is_scorer:
         raise ValueError(f"{folder} is of a reward model, whose head is trained beside the adapters: without --adapter "
                          f"both are written, the adapters merged")
+    if (is_scorer or (has_adapters and not adapter)) and model_of(files) is None:
+        raise ValueError(f"{folder}: the code of {flags['--model']} comes with it, and is not run here: what the run "
+                         f"writes at its end (--save.hf) is complete, and of a policy --adapter writes the adapters")
     stored_as = read_checkpoint(folder)["model"].get("checkpoint format")
     if stored_as != SHARDS:
         raise ValueError(f"{folder} has the format {stored_as}, must have {SHARDS}: export it with the version that "
                          f"wrote it")
     keys = stored_keys(folder, f"{model_of(files).base_model_prefix}." if is_scorer else "")
     if adapter:
+        keys = {name: key for name, key in keys.items() if is_adapter(name)}     # without routers' biases
         adapters = dict(read_stored(folder, keys, described(folder, keys, None)))
-        replace_hf(out, {}, (), peft_files(adapters, flags))
+        lm = model_of(files)
+        if lm is not None:
+            check_names(lm, adapters)
+        replace_hf(out, {}, (), peft_files(adapters, flags, lm))
     else:
         base = read_checkpoint(folder).get("outside", {}).get("policy") if has_adapters else None
         if base and base != fingerprint(flags["--model"]):

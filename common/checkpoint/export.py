@@ -13,14 +13,16 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import cached_file
 
 from common.checkpoint.files import entry_of, remove, sync, write_manifest
+from common.checkpoint.older_readers import CONFIG as TOKENIZER_CONFIG
 from common.checkpoint.older_readers import set_template, tokenizer_files, with_floats, with_old_keys
 from common.checkpoint.own import MARK, check_replaceable, hidden
+from common.forward.vision import FAMILIES, auto_class
 from common.model.policy import Policy
 from common.parallel.ranks import World, all_gather_objects, together
 from common.source.published import published, published_form
@@ -64,8 +66,18 @@ def hf_files(model: str, config: PretrainedConfig, tokenizer: PreTrainedTokenize
     source = {}
     if published_config:
         source = json.loads(Path(published_config).read_bytes())
+        if "auto_map" in source or b'"auto_map"' in files.get(TOKENIZER_CONFIG, b""):
+            files |= code_beside(Path(published_config).parent)
     made = with_old_keys(json.loads(files["config.json"]), source, config.__class__)
     return files | {"config.json": json.dumps(made, indent=2, sort_keys=True).encode() + b"\n"}
+
+
+def code_beside(folder: Path) -> dict[str, bytes]:
+    """The Python files of a folder whose model or tokenizer comes with code. They are copied, and not run."""
+    found = {}
+    for path in sorted(folder.glob("*.py")):
+        found[path.name] = path.read_bytes()
+    return found
 
 
 def dtype_of(files: dict[str, bytes]) -> torch.dtype:
@@ -83,13 +95,15 @@ def write_files(folder: Path, files: dict[str, bytes]) -> None:
 def model_of(files: dict[str, bytes]) -> PreTrainedModel | None:
     """The model of config.json, without memory. None: its code comes with the model's folder."""
     config = with_floats(json.loads(files["config.json"]))
-    layers = config.get("num_hidden_layers") or 0
+    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
+    layers = max(part.get(key) or 0 for part in parts for key in ("num_hidden_layers", "depth"))
     if layers > MOST_LAYERS:
         raise ValueError(f"config.json names {layers:,} layers, more than the {MOST_LAYERS:,} of any model")
-    if config["model_type"] not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if config["model_type"] not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | FAMILIES:
         return None
+    hf_config = CONFIG_MAPPING[config["model_type"]].from_dict(config)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(CONFIG_MAPPING[config["model_type"]].from_dict(config))
+        return auto_class(hf_config).from_config(hf_config)
 
 
 def replace_hf(out: Path, described: dict[str, Tensor], tensors: Iterable[tuple[str, Tensor]], files: dict[str, bytes],

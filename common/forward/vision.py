@@ -29,7 +29,7 @@ VIDEO_FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 WORKERS = ThreadPoolExecutor(4)  # make pixels
 
 
-def auto_class(config: PretrainedConfig) -> type:
+def auto_class(config: PretrainedConfig) -> type[Any]:
     if config.model_type in FAMILIES:
         return AutoModelForImageTextToText
     return AutoModelForCausalLM

@@ -6,16 +6,19 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
 
 from common.batch import Batch
 from common.flags.model import ModelConfig
-from common.forward.vision import FAMILIES
-from common.model.loading import IMAGE_TEXT, SCORED, load_critic
+from common.model.loading import CAUSAL_LM, IMAGE_TEXT, SCORED, load_critic
 from common.model.policy import Critic, Policy
 from common.model.sharding import shard_slice
+
+LANGUAGE_MODELS = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES | MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+"""The class of each family's model, where config.json names none."""
 
 
 class Scorer(Policy):
@@ -64,10 +67,13 @@ def load_scorer(path: str, config: ModelConfig, *arguments: Any, **options: Any)
     first = torch.randn(head.shape, generator=generator) * (head.shape[1] + 1) ** -0.5
     head.detach().to_local().copy_(first[shard_slice(head)])
     config = critic.backbone.config
-    if config.model_type in FAMILIES:  # transformers has no such class; this is the name by which vLLM would take it
-        of_lm = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[config.model_type]
-        config.architectures = [of_lm.replace(IMAGE_TEXT, *SCORED)]
-    else:
-        config.architectures = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[config.model_type]]
+    name = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type)
+    if name is None:  # transformers has no such class; this is the name by which vLLM would take it
+        of_lm = (config.architectures or [LANGUAGE_MODELS[config.model_type]])[0]
+        name = of_lm.removesuffix(IMAGE_TEXT)
+        for ending in CAUSAL_LM:
+            name = name.removesuffix(ending)
+        name += SCORED[0]
+    config.architectures = [name]
     config.num_labels = 1
     return Scorer(critic)

@@ -14,6 +14,7 @@ from transformers.core_model_loading import MergeModulelist, WeightConverter, We
 from transformers.core_model_loading import rename_source_key as rename
 
 from common.source.folder import check_weights, weight_files
+from common.source.published import TRANSPOSED
 
 SAMPLES = 8
 """Parts of a tensor that its checksum covers, from the first to the last bytes: 32 KB a tensor, to be cheap."""
@@ -92,7 +93,8 @@ def fingerprints(paths: dict[str, str]) -> dict[str, str]:
 
 def weights_of(model: PreTrainedModel, path: str, stored: dict[str, Tensor]) -> dict[str, Tensor | Experts]:
     """Every weight and saved buffer under its name in `model`, tied ones once.
-    Raises ValueError if one is missing, has another shape or is quantized, or if tied ones differ."""
+    Raises ValueError if one is missing, has another shape or is quantized, if tied ones differ, or if the experts of a
+    family that transformers transposes are square."""
     available = _named_as_in(model, stored)
     names: dict[Tensor, list[str]] = {}                 # tied weights are one tensor with several names
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -108,6 +110,9 @@ def weights_of(model: PreTrainedModel, path: str, stored: dict[str, Tensor]) -> 
         if not found:
             raise ValueError(f"{path} lacks weights, {name} among them: choose a complete model")
         first, *others = found
+        if model.config.model_type in TRANSPOSED and tensor.ndim == 3 and tensor.shape[1] == tensor.shape[2]:
+            raise ValueError(f"{path}: {name} is {list(tensor.shape)}, and vLLM and transformers take such experts for "
+                             f"[experts, in, out] and [experts, out, in]: choose other sizes than these")
         if first.shape != tensor.shape:
             raise ValueError(f"{path}: {name} is {list(first.shape)}, must be {list(tensor.shape)} by config.json")
         is_quantized = not first.dtype.is_floating_point or first.dtype.itemsize < 2

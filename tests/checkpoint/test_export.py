@@ -2,6 +2,7 @@
 
 # ruff: noqa: F811  (fixtures that are imported)
 
+import json
 import shutil
 from pathlib import Path
 
@@ -23,7 +24,11 @@ from common.checkpoint.files import crc32, write_manifest
 from common.engine.base import EngineSetup, RolloutConfig, SamplingConfig
 from common.engine.make import make_engine, stop_tokens
 from common.model.loading import load_policy, read_config
+from common.model.lora import LoRAConfig
+from common.model.optimizers import make_optimizer
 from common.model.policy import ModelConfig
+from common.optim import OptimConfig
+from common.run import RunArgs
 from tests.checkpoint.test_checkpoint import assert_same, model, trained, watch  # noqa: F401 (fixtures)
 from tests.generate import generate
 from tests.rank_worker import STATE, checkpoints_of, start, train
@@ -137,6 +142,48 @@ def test_a_model_with_code_of_its_own_keeps_its_names(tmp_path):
     files = {"config.json": b'{"model_type": "own_llama"}'}
     export.replace_hf(tmp_path / "model", {name: x.to("meta") for name, x in weights.items()}, weights.items(), files)
     assert_same(weights_of(tmp_path / "model"), weights)
+
+
+def make_own_llama(source: str, folder: Path) -> str:
+    """A Llama whose config and model come with code, in a file each."""
+    shutil.copytree(source, folder)
+    content = json.loads((folder / "config.json").read_text())
+    classes = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    content |= {"model_type": "own_llama", "architectures": ["OwnForCausalLM"], "auto_map": classes}
+    (folder / "config.json").write_text(json.dumps(content))
+    (folder / "configuration_own.py").write_text(
+        "from transformers import LlamaConfig\n\n\nclass OwnConfig(LlamaConfig):\n    model_type = 'own_llama'\n")
+    (folder / "modeling_own.py").write_text(
+        "from transformers import LlamaForCausalLM\n\nfrom .configuration_own import OwnConfig\n\n\n"
+        "class OwnForCausalLM(LlamaForCausalLM):\n    config_class = OwnConfig\n")
+    return str(folder)
+
+
+def test_a_models_code_is_exported_beside_it(tiny_llama, exported, world, watch, tmp_path):
+    """By the run and from its checkpoint; who trusts it loads the folder alone. What needs the code is refused."""
+    source = make_own_llama(tiny_llama, tmp_path / "source")
+    trusting = ModelConfig(compute_dtype="float32", trust_remote_code=True)
+    policy = load_policy(source, trusting, world)
+    files = export.hf_files(source, policy.lm.config, exported[1], "float32")
+    export.export(policy, files, tmp_path / "model", world)
+    run = checkpoints_of(tmp_path / "run", world, policy, make_optimizer(policy, OptimConfig()), watch, files)
+    run.after_step(STATE)
+    run.wait()
+    checkpoints.export_checkpoint(str(tmp_path / "run"), tmp_path / "again")
+    shutil.rmtree(source)
+    want = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)
+    tokens = torch.tensor([[5, 6, 7, 300]])
+    for folder in (tmp_path / "model", tmp_path / "again"):
+        own = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+        assert type(own).__name__ == "OwnForCausalLM" and own.config.model_type == "own_llama"
+        assert torch.equal(own(tokens).logits, want(tokens).logits)
+    args = RunArgs(model=source, train_data=(), lora=LoRAConfig(rank=4), run_dir=str(tmp_path / "lora"))
+    optimizer = make_optimizer(policy, OptimConfig())
+    run = checkpoints_of(tmp_path / "lora", world, policy, optimizer, watch, files, args=args)
+    run.after_step(STATE)
+    run.wait()
+    with pytest.raises(ValueError, match=r"step_000002: the code of .*source comes with it, and is not run here"):
+        checkpoints.export_checkpoint(str(tmp_path / "lora"), tmp_path / "merged")
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe"])

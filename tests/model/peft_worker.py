@@ -1,10 +1,13 @@
-"""Run by test_lora.py, where peft is found: the logits of a model with adapters that peft loads."""
+"""Run where peft is found: the logits of a model with adapters that peft loads. It ends if peft finds adapters for
+other layers than it makes."""
 
 import sys
+import warnings
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig
 
+from common.forward.vision import auto_class
 from tests.conftest import VOCAB
 
 
@@ -17,5 +20,6 @@ if __name__ == "__main__":
     from peft import PeftModel
 
     folder, adapter, out = sys.argv[1:]
-    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), adapter)
-    torch.save(logits(adapted), out)
+    warnings.filterwarnings("error", message="Found missing adapter keys")
+    model = auto_class(AutoConfig.from_pretrained(folder)).from_pretrained(folder, dtype=torch.float32)
+    torch.save(logits(PeftModel.from_pretrained(model, adapter)), out)

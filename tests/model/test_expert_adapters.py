@@ -27,6 +27,7 @@ from common.model.policy import ModelConfig
 from common.optim import OptimConfig
 from tests.checkpoint.test_checkpoint import watch  # noqa: F401 (fixture)
 from tests.conftest import VOCAB, launch, save_tokenizer
+from tests.model import scan_families
 from tests.model.families import config_of
 from tests.model.families import save as save_family
 from tests.model.peft_worker import logits
@@ -318,6 +319,31 @@ def test_peft_loads_the_adapters(in_peft, tmp_path):
     want, before = (logits(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
                     for folder in (merged, model))
     assert (torch.load(tmp_path / "logits.pt") - want).abs().max() < 1e-4 < 0.05 < (before - want).abs().max()
+
+
+@pytest.mark.parametrize("targets", [(), pytest.param(("all-linear", "experts"), marks=pytest.mark.sweep)])
+def test_peft_loads_adapters_of_dense_layers_and_shared_experts(targets, world, watch, tmp_path):
+    """Which have the names that peft takes for experts: GLM-4.5 has a dense layer, then one with shared experts."""
+    model = make_model("glm4_moe", tmp_path / "source")
+    adapters = LoRAConfig(rank=3, alpha=6.0, targets=targets)
+    policy = adapted(model, world, FLOAT32, adapters)
+    files = config_file(policy, FLOAT32)
+    export(policy, files, tmp_path / "merged", world)
+    save(policy, model, files, world, watch, tmp_path, adapters)
+    checkpoints.export_checkpoint(str(tmp_path), tmp_path / "adapter", adapter=True)
+    config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert set(config["target_modules"]) == set(ATTENTION)
+    assert {"mlp.up_proj.weight", "shared_experts.up_proj.weight"} < set(config["target_parameters"])
+    test_peft_loads_the_adapters((model, tmp_path / "adapter", tmp_path / "merged"), tmp_path)
+
+
+def test_adapters_that_peft_would_give_to_other_layers_are_refused():
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(scan_families.config_of("laguna"))
+    layer = "model.layers.1.mlp"
+    checkpoints.check_names(lm, ["model.layers.0.self_attn.q_proj.lora_A", f"{layer}.experts.down_proj_lora_A"])
+    with pytest.raises(ValueError, match=rf"peft would read the adapter of {layer}.shared_experts.up_proj as"):
+        checkpoints.check_names(lm, [f"{layer}.shared_experts.up_proj.lora_B"])
 
 
 def test_evaluate_reads_adapters_of_experts(in_peft, tmp_path):

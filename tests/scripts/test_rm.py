@@ -9,17 +9,24 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GraniteConfig,
+)
 
 import rm
 from common.batch import Batch
+from common.checkpoint.export import export, hf_files
 from common.checkpoint.own import MARK
 from common.dataset.conversations import ConversationConfig, RowParser, load_conversations
 from common.model.policy import ModelConfig
 from common.model.reward_model import RewardModel, RewardModelConfig
 from common.model.scorer import load_scorer
 from common.rollout import sum_per_response
-from tests.conftest import launch, launch_all
+from tests.conftest import VOCAB, launch, launch_all, save_tokenizer
 from tests.scripts.test_supervised import check_exact_resume, check_same_training, metrics_of, weights_of, write
 from tools.evaluation import calibration
 
@@ -204,6 +211,30 @@ def test_the_head_stays_in_float32(runs):
     assert {name for name, x in tensors.items() if x.dtype == torch.float32} == {"score.weight"}
     assert {x.dtype for x in tensors.values()} == {torch.float32, torch.bfloat16}
     assert json.loads((runs / "one/bf16/model/config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_family_without_a_classifier_in_transformers(world, tmp_path):
+    """It is written under the name by which vLLM takes it; the rewards are the head on transformers' hidden states."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+             "num_attention_heads": 4, "num_key_value_heads": 2}
+    AutoModelForCausalLM.from_config(GraniteConfig(**sizes)).save_pretrained(tmp_path / "source")
+    save_tokenizer(tmp_path / "source")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "source")
+    scorer = load_scorer(str(tmp_path / "source"), FLOAT32, world)
+    files = hf_files(str(tmp_path / "source"), scorer.lm.config, tokenizer, "float32")
+    export(scorer, files, tmp_path / "model", world)
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    assert config["architectures"] == ["GraniteForSequenceClassification"]
+    theirs = AutoModel.from_pretrained(tmp_path / "model", dtype=torch.float64)
+    head = load_file(tmp_path / "model/model.safetensors")["score.weight"].double()
+    want = []
+    for messages in conversations(PAIRS[:3]):
+        tokens = tokenizer.apply_chat_template(messages, return_dict=False)
+        with torch.no_grad():
+            want.append(float(theirs(torch.tensor([tokens])).last_hidden_state[0, -1] @ head[0]))
+    found = RewardModel(RewardModelConfig(path=str(tmp_path / "model")), FLOAT32, world).score(conversations(PAIRS[:3]))
+    assert found == pytest.approx(want, abs=1e-5) and max(want) - min(want) > 0.05
 
 
 def test_it_is_a_reward_model_and_a_critic(tiny_llama, small_train, runs, tmp_path):

@@ -68,8 +68,8 @@ def _qwen(family: str, tokenizer, ids: dict[str, int], text: dict[str, Any]) -> 
     moe = ""
     if family == "qwen3_vl_moe":
         moe = "Moe"
-        text |= {"moe_intermediate_size": 32, "num_experts_per_tok": 2, "num_local_experts": 4,
-                 "norm_topk_prob": True}                                # vLLM reads it, transformers does so always
+        text = {"moe_intermediate_size": 32, "num_experts_per_tok": 2, "num_local_experts": 4,
+                "norm_topk_prob": True} | text                          # vLLM reads it, transformers does so always
     config = getattr(transformers, f"{kind}{moe}Config")(
         text_config=text, vision_config=vision, **tokens, tie_word_embeddings=text["tie_word_embeddings"])
     images = Qwen2VLImageProcessorPil(
