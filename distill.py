@@ -79,8 +79,8 @@ class Args(RunArgs):
     beta: float = 0.5
     """jsd: the teacher's share of the mixture, in (0, 1). Needs --divergence jsd."""
     top_k: int = 0
-    """Sum only over the k most probable words, for comparison with what others compute; with a teacher behind a server
-    over these and the rest as one class. 0: over the whole vocabulary."""
+    """Sum only over the k most probable words, for comparison with what others compute; reverse-kl, and every
+    divergence from a teacher behind a server, also over the rest as one class. 0: over the whole vocabulary."""
     top_k_of: Literal["teacher", "student"] = "teacher"
     """Whose words --top-k takes. Needs --top-k."""
     reward_coef: float = 0.0
@@ -135,6 +135,7 @@ from common.correction import importance_weights, reject_and_weight
 from common.distillation import served
 from common.distillation.lessons import Lessons, load_teachers, planned_teachers, teachers_of
 from common.distillation.reading import Comparison, spans_of
+from common.kernels.top_k import of_words
 from common.metrics import spread
 from common.model.policy import Policy
 from common.rollouts.answers import answers_of
@@ -162,13 +163,14 @@ DIVERGENCES = {"reverse-kl": reverse_kl, "forward-kl": forward_kl, "jsd": jensen
 def divergence_of(args: Args) -> Callable[[Tensor, Tensor], Tensor]:
     """The function of two models' log-probs [n, V] that is minimised: [n]."""
     def divergence(logp: Tensor, logq: Tensor) -> Tensor:
-        if args.top_k:
+        if 0 < args.top_k < logp.shape[1]:
             ranked = logp
             if args.top_k_of == "teacher":
                 ranked = logq
-            words = ranked.topk(min(args.top_k, logp.shape[1])).indices                         # [n, k]
-            logp = logp.gather(1, words)
-            logq = logq.gather(1, words)
+            words = ranked.topk(args.top_k).indices                                             # [n, k]
+            with_rest = args.divergence == "reverse-kl"     # without it p = q / e on these words would be lowest
+            logp = of_words(logp, words, with_rest)                                             # [n, k (+ 1)]
+            logq = of_words(logq, words, with_rest)
         return DIVERGENCES[args.divergence](logp, logq, args.beta)
 
     return divergence
