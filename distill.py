@@ -235,8 +235,10 @@ def main(args: Args) -> None:
             is_dropped = [sample.response.end_reason in args.rollout.drop for _, sample, *_ in rollout.sequences()]
             is_dropped_token = torch.tensor(is_dropped, dtype=torch.bool)[rollout.batch.sequence_ids]   # [T]
             in_loss = ~rollout.any_token(is_dropped_token)                                      # [S]
+            is_read = spans_of(rollout.batch) >= 0                                              # [T]
+            run.meter.mean("distillation/taught_frac", is_read, rollout.batch.mask)     # of all responses
             if lesson is not None and not args.reward_coef:     # what no teacher reads has no loss
-                in_loss &= rollout.any_token(spans_of(rollout.batch) >= 0)
+                in_loss &= rollout.any_token(is_read)
             if served_teachers:
                 with run.timer("teacher"):
                     served.write_best_words(rollout, in_loss, served_teachers, run.meter)
@@ -265,7 +267,6 @@ def main(args: Args) -> None:
                         compare = comparison.of(microbatch, read[id(microbatch)], heads)
                         logp, entropy, loss = policy(microbatch, temperature, also=compare)             # [T] each
                         run.meter.mean("distillation/loss", loss, is_taught)
-                        run.meter.mean("distillation/taught_frac", is_taught.float(), microbatch.mask)
                         known = answers_as_sampled(microbatch, logp.detach(), len(sampled))
                         # 1 without --correction.weights: then it only measures how far the engine is from the trainer
                         correct_by = importance_weights(known, logp, correction, run.meter)
