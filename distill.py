@@ -79,8 +79,8 @@ class Args(RunArgs):
     beta: float = 0.5
     """jsd: the teacher's share of the mixture, in (0, 1). Needs --divergence jsd."""
     top_k: int = 0
-    """Sum only over the k most probable words, for comparison with what others compute; with a teacher behind a server
-    over these and the rest as one class. 0: over the whole vocabulary."""
+    """Sum only over the k most probable words, for comparison with what others compute; reverse-kl, and every
+    divergence from a teacher behind a server, also over the rest as one class. 0: over the whole vocabulary."""
     top_k_of: Literal["teacher", "student"] = "teacher"
     """Whose words --top-k takes. Needs --top-k."""
     reward_coef: float = 0.0
@@ -135,6 +135,7 @@ from common.correction import importance_weights, reject_and_weight
 from common.distillation import served
 from common.distillation.lessons import Lessons, load_teachers, planned_teachers, teachers_of
 from common.distillation.reading import Comparison, spans_of
+from common.kernels.top_k import of_words
 from common.metrics import spread
 from common.model.policy import Policy
 from common.rollouts.answers import answers_of
@@ -162,13 +163,14 @@ DIVERGENCES = {"reverse-kl": reverse_kl, "forward-kl": forward_kl, "jsd": jensen
 def divergence_of(args: Args) -> Callable[[Tensor, Tensor], Tensor]:
     """The function of two models' log-probs [n, V] that is minimised: [n]."""
     def divergence(logp: Tensor, logq: Tensor) -> Tensor:
-        if args.top_k:
+        if 0 < args.top_k < logp.shape[1]:
             ranked = logp
             if args.top_k_of == "teacher":
                 ranked = logq
-            words = ranked.topk(min(args.top_k, logp.shape[1])).indices                         # [n, k]
-            logp = logp.gather(1, words)
-            logq = logq.gather(1, words)
+            words = ranked.topk(args.top_k).indices                                             # [n, k]
+            with_rest = args.divergence == "reverse-kl"     # without it p = q / e on these words would be lowest
+            logp = of_words(logp, words, with_rest)                                             # [n, k (+ 1)]
+            logq = of_words(logq, words, with_rest)
         return DIVERGENCES[args.divergence](logp, logq, args.beta)
 
     return divergence
@@ -233,8 +235,10 @@ def main(args: Args) -> None:
             is_dropped = [sample.response.end_reason in args.rollout.drop for _, sample, *_ in rollout.sequences()]
             is_dropped_token = torch.tensor(is_dropped, dtype=torch.bool)[rollout.batch.sequence_ids]   # [T]
             in_loss = ~rollout.any_token(is_dropped_token)                                      # [S]
+            is_read = spans_of(rollout.batch) >= 0                                              # [T]
+            run.meter.mean("distillation/taught_frac", is_read, rollout.batch.mask)     # of all responses
             if lesson is not None and not args.reward_coef:     # what no teacher reads has no loss
-                in_loss &= rollout.any_token(spans_of(rollout.batch) >= 0)
+                in_loss &= rollout.any_token(is_read)
             if served_teachers:
                 with run.timer("teacher"):
                     served.write_best_words(rollout, in_loss, served_teachers, run.meter)
@@ -263,7 +267,6 @@ def main(args: Args) -> None:
                         compare = comparison.of(microbatch, read[id(microbatch)], heads)
                         logp, entropy, loss = policy(microbatch, temperature, also=compare)             # [T] each
                         run.meter.mean("distillation/loss", loss, is_taught)
-                        run.meter.mean("distillation/taught_frac", is_taught.float(), microbatch.mask)
                         known = answers_as_sampled(microbatch, logp.detach(), len(sampled))
                         # 1 without --correction.weights: then it only measures how far the engine is from the trainer
                         correct_by = importance_weights(known, logp, correction, run.meter)

@@ -15,6 +15,7 @@ import io
 import json
 import math
 import random
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ SEPARATORS = ",;\t|"
 BYTE_ORDER_MARKS = {b"\xef\xbb\xbf": "utf-8-sig", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
 MOST_SHOWN = 5  # bad rows that are printed
 MOST_NAMES = 40  # of columns in a message
+MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
 MAX_EXACT = 2**53  # integers up to here are floats too
 
 
@@ -74,11 +76,20 @@ def read_csv(file: Path, encoding: str, separator: str) -> Iterator[tuple[str, d
                          ) from None
 
 
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. ValueError for a key that is there twice: which value counts, nobody can say."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {max(names, key=names.count)!r} is there twice in one object")
+    return found
+
+
 def read_json(file: Path, encoding: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """(place, row) of a JSON list of objects, or of JSON lines."""
     text, places, rows = decode(file, encoding), [], None
     try:
-        rows = json.loads(text) if text.lstrip().startswith("[") else None
+        rows = json.loads(text, object_pairs_hook=unique_keys) if text.lstrip().startswith("[") else None
         places = [f"{file}, object {number}" for number in range(1, len(rows or ()) + 1)]
         if rows is None:
             # not splitlines(): a JSON text may hold U+2028 and other line ends of Unicode as they are
@@ -86,7 +97,7 @@ def read_json(file: Path, encoding: str) -> Iterator[tuple[str, dict[str, Any]]]
             places = [f"{file}, line {number}" for number, _ in numbered]
             rows = []
             for _, line in numbered:
-                rows.append(json.loads(line))
+                rows.append(json.loads(line, object_pairs_hook=unique_keys))
     except (ValueError, RecursionError) as error:
         where = places[len(rows)] if places else file
         raise ValueError(f"{where}: {error}; a file must be a JSON list of objects, or have one object a line"
@@ -144,7 +155,14 @@ def text_of(value: Any) -> str:
 
 
 def messages_of(prompt: Any) -> list[dict[str, Any]]:
-    """A text as the user's message; a list of messages as it is. ValueError for a list of something else."""
+    """A text as the user's message; a list of messages, or JSON text of one, as it is. ValueError for a list of
+    something else, and for the text that pandas writes into CSV."""
+    if isinstance(prompt, str) and MESSAGES.match(prompt):
+        try:
+            prompt = json.loads(prompt)
+        except ValueError:
+            raise ValueError(f"{prompt!r:.80} looks like chat messages and is no JSON: write the column with json.dumps"
+                             ) from None
     if not isinstance(prompt, list):
         return [{"role": "user", "content": str(prompt)}]
     for message in prompt:

@@ -28,7 +28,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, meth
     try:
         truth = Decimal(str(ground_truth).rpartition("####")[2].replace(",", "").replace("$", "").strip())
     except InvalidOperation:
-        raise ValueError(f"ground_truth {ground_truth!r} of data_source {data_source!r} must be a number") from None
+        truth = Decimal("nan")
+    if not truth.is_finite():  # "nan" is what pandas writes for a missing text
+        raise ValueError(f"ground_truth {ground_truth!r} of data_source {data_source!r} must be a number")
     answer = extract_answer(solution_str, method)
     if answer is None:
         return 0.0

@@ -132,9 +132,15 @@ async def ranking(data_source, solution_strs, ground_truth, extra_info=None, *, 
 
 
 def filled(template: str, data_source: str, ground_truth: Any, extra_info: dict | None, more: dict[str, str]) -> str:
-    """The template with its fields, in one pass: none inside of the fields."""
+    """The template with its fields, in one pass: none inside of the fields. Raises ValueError for a template with a
+    {question} that the row does not have: a judge would grade without one."""
+    known = extra_info or {}
+    if "question" in FIELDS.findall(read_template(template)) and not known.get("question"):
+        raise ValueError(f"judge: the template has {{question}}, and extra_info has no question, but "
+                         f"{', '.join(known) or 'nothing'}; write it into the data, or give a template without it in "
+                         f"--reward.kwargs")
     fields = {"ground_truth": str(ground_truth), "data_source": data_source,
-              "question": str((extra_info or {}).get("question", "")), **more}
+              "question": str(known.get("question")), **more}
     return FIELDS.sub(lambda match: fields.get(match[1], match[0]), read_template(template))
 
 

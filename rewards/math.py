@@ -6,6 +6,7 @@ For lighteval/MATH, DigitalLearningGmbH/MATH-lighteval, HuggingFaceH4/MATH-500 a
 import re
 from collections import deque
 from fractions import Fraction
+from numbers import Real
 
 from rewards.math_text import (
     NAME,
@@ -78,11 +79,18 @@ def equal(answer: str, truth: str) -> bool:
     return judge(answer, truth).same
 
 
+def text_of_truth(ground_truth: object) -> str:
+    """Raises ValueError for a list or an object: its text in Python is no answer, and every response would be wrong."""
+    if not isinstance(ground_truth, str | Real):
+        raise ValueError(f"ground_truth {ground_truth!r:.100} must be a text or a number")
+    return str(ground_truth)
+
+
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, score=1.0, format_score=0.0) -> dict:
     r"""`score` if the last \boxed{} equals ground_truth (boxed or not), `format_score` if not, 0 without a box.
     A response without a box has no vote in maj@N. `too_costly` counts answers that are not computed, and are wrong."""
     answer = last_boxed(solution_str)
-    truth = str(ground_truth)
+    truth = text_of_truth(ground_truth)
     truth = last_boxed(truth) or truth
     if answer is None:
         return {"score": 0.0, "acc": False, "pred": None, "too_costly": 0.0}

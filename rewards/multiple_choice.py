@@ -34,7 +34,10 @@ def letter_in_box(text: str) -> list[str]:
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None) -> dict:
+    truth = str(ground_truth).strip().upper()
+    if not re.fullmatch("[A-Z]", truth):
+        raise ValueError(f"ground_truth {ground_truth!r:.100} must be a letter, that of the right choice")
     found = ANSWER.findall(solution_str) or letter_in_box(solution_str) or ANSWER_IS.findall(solution_str)
     pred = found[-1].upper() if found else None
-    acc = pred == str(ground_truth).strip().upper()
+    acc = pred == truth
     return {"score": float(acc), "acc": acc, "pred": pred}

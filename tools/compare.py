@@ -108,9 +108,9 @@ def flat(flags: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def compare_curves(sides: Sequence[Sequence[Rows]]) -> list[tuple[str, ...]]:
-    """Lines of a table: validation results before and after, and the mean of the last steps of what people look at."""
+    """Lines of a table: the last step, validation results before and after, and the mean of the last steps of what people look at."""
     names = sorted({name for rows in chain(*sides) for row in rows for name in row if name.startswith("val-core/")})
-    lines = []
+    lines = [("steps", *map(_last_steps, sides))]
     for name in (*names, *SHOWN):
         is_validation = name in names
         found = [[values for rows in side if (values := [row[name] for row in rows if name in row])] for side in sides]
@@ -124,6 +124,12 @@ def compare_curves(sides: Sequence[Sequence[Rows]]) -> list[tuple[str, ...]]:
             cells.append(f"{middle:+.3g} ± {half:.2g}")
         lines.append((name, *cells))
     return lines
+
+
+def _last_steps(side: Sequence[Rows]) -> str:
+    """The last step of a side's runs: ends of runs of other lengths are no comparison."""
+    last = sorted({int(rows[-1]["step"]) if rows else 0 for rows in side})
+    return f"{last[0]}" if len(last) == 1 else f"{last[0]} to {last[-1]}"
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -168,6 +174,10 @@ def main(sides: Sequence[Sequence[Path]]) -> None:
 
 def sides_of(args: Args) -> list[Sequence[Path]]:
     """The runs of each side. Of three or more runs, those with the same script and flags, but for the seed, are one."""
+    folders = [Path(run).resolve() for run in (*args.runs, *args.a, *args.b)]
+    for run in folders:
+        if folders.count(run) > 1:
+            raise ValueError(f"{run} is named twice, and would count as two runs")
     has_sides = bool(args.a and args.b) and not args.runs
     if has_sides:
         return [args.a, args.b]

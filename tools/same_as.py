@@ -40,7 +40,13 @@ def main(arguments: list[str]) -> int:
             raise ValueError(f"{name} cannot be given here: {OWN[name]}")
     from tools.peers import report
 
-    return report.run(peer, script, flags, dict(word.partition("=")[::2] for word in words), run, int(step or 0))
+    given = {}
+    for word in words:
+        name, _, value = word.partition("=")
+        if peer == "verl" and name.startswith("actor."):                # as the report prints it
+            name = f"actor_rollout_ref.{name}"
+        given[name] = value
+    return report.run(peer, script, flags, given, run, int(step or 0))
 
 
 def is_setting(word: str) -> bool:

@@ -27,6 +27,7 @@ import tyro
 
 from common.checkpoint.files import complete_checkpoints
 from common.checkpoint.own import FINISHED
+from common.flags.secrets import redacted
 from tools.compare import read_start
 from tools.evaluation import bootstrap_interval, paired_test
 from tools.flags import ROOT, exit_with_error
@@ -105,10 +106,14 @@ def commands(args: Args, extra: Sequence[str]) -> dict[Path, list[str]]:
         raise ValueError(f"{args.run} was started with a secret in {' '.join(hidden)}, which is not on disk: give it "
                          f"to runs in a variable of the environment")
     total = start["flags"].get("total_steps")
+    if start["flags"].get("total_epochs"):                              # it decided, and has no number of steps
+        total = None
     steps = args.steps or (total - args.at if isinstance(total, int) else 0)
     if steps < 1:
-        raise ValueError(f"--steps {args.steps}: {args.run} has --total-steps {total}, so say how many follow --at "
-                         f"{args.at}")
+        length = f"--total-steps {total}"
+        if start["flags"].get("total_epochs"):
+            length = f"--total-epochs {start['flags']['total_epochs']:g}"
+        raise ValueError(f"--steps {args.steps}: {args.run} has {length}, so say how many follow --at {args.at}")
     checkpoint = checkpoint_of(args.run, args.at)
     script = script_of(args, start)
     launch = shlex.split(args.launch) or launch_of(int(start["ranks"]))
@@ -118,7 +123,8 @@ def commands(args: Args, extra: Sequence[str]) -> dict[Path, list[str]]:
         for side in SIDES:
             folder = Path(args.out or f"{args.run}_twins") / f"{side}_{number + 1}"
             common = {
-                "--run-dir": [str(folder)], "--total-steps": [str(args.at + steps)], "--seed": [str(seed + number)],
+                "--run-dir": [str(folder)], "--total-steps": [str(args.at + steps)],
+                "--total-epochs": ["0"], "--seed": [str(seed + number)],
                 "--log.rollouts-every": [str(MANY)], "--log.rollouts-max": [str(MANY)],  # all of each validation
                 "--save.resume": ["auto"], "--save.allow-changes": [], "--save.hf": ["never"],
             }
@@ -131,7 +137,9 @@ def commands(args: Args, extra: Sequence[str]) -> dict[Path, list[str]]:
             if own:
                 raise ValueError(f"{own[0]} is the same on both sides, and set by this tool: leave it out")
             file = args.script if is_changed and args.script else script
-            found[folder] = [*launch, file, *merged(original, common | changes)]
+            arguments = merged(original, common | changes)
+            check_same(folder, file, arguments)
+            found[folder] = [*launch, file, *arguments]
     return found
 
 
@@ -145,6 +153,20 @@ def checkpoint_of(run: Path, at: int) -> Path | None:
     names = ", ".join(str(int(folder.name.removeprefix("step_"))) for folder in steps)
     raise ValueError(f"--at {at}: {run} has checkpoints of the steps {names or '(none)'}, and 0 starts anew "
                      f"(--save.every and --save.keep say which are kept)")
+
+
+def check_same(folder: Path, script: str, arguments: Sequence[str]) -> None:
+    """Raises ValueError for a folder that another command began: its numbers would be taken for this one's."""
+    if not any(folder.glob("start_*/start.json")):
+        return
+    start = read_start(folder)
+    now, before = flags_in(arguments), flags_in(start["command"][1:])
+    # what the first start of a twin continued is itself, from its first checkpoint on
+    names = [name for name in sorted({*now, *before} - {"--save.resume"}) if now.get(name) != before.get(name)]
+    if redacted(Path(script).read_text()) != start["script"]:
+        names.insert(0, f"the text of {script}")
+    if names:
+        raise ValueError(f"{folder} was begun with another {names[0]}: give another --out, or move it away")
 
 
 def script_of(args: Args, start: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 Messages come as lists of {role, content}, or as one text. The chat template sees what this file returns.
 """
 
+import json
 from datetime import date, time, timedelta
 from decimal import Decimal
 from typing import Any
@@ -58,6 +59,9 @@ def parse_row(row: dict[str, Any], config: DataConfig) -> Prompt:
         has_truth = truth.get("ground_truth") is not None
     if not has_truth:
         raise ValueError(f"{column} is {truth!r:.80}; it must have a ground_truth (--data.ground-truth-column)")
+    if truth["ground_truth"] != truth["ground_truth"]:
+        raise ValueError(f"{column} has a ground_truth that is NaN, as pandas writes a missing number: leave the row "
+                         f"out")
     extra_info = row.get("extra_info")
     if not isinstance(extra_info, dict | None):
         raise ValueError(f"{config.extra_info_column} is {extra_info!r:.80}; it must be a struct or absent")
@@ -82,6 +86,7 @@ def parse_messages(prompt: Any, column: str, role: str = "user") -> list[dict[st
     """The chat messages of a prompt, which may be one message of `role` as a string."""
     messages = prompt
     if isinstance(prompt, str):
+        check_no_json(prompt, column)
         messages = [{"role": role, "content": prompt}]
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise ValueError(f"{column} is {prompt!r:.80}; it must name a column of strings or lists of {{role, content}}")
@@ -93,6 +98,18 @@ def parse_messages(prompt: Any, column: str, role: str = "user") -> list[dict[st
     if not found or is_empty(found[-1]):
         raise ValueError(f"{column} is empty; there must be at least one message, and text in the last")
     return found
+
+
+def check_no_json(text: str, column: str) -> None:
+    """Raises ValueError for messages that were written as JSON text, which would be one message with that text."""
+    if not text.lstrip().startswith("[") or '"role"' not in text:
+        return
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return
+    if all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in found):
+        raise ValueError(f"{column} is the JSON text of messages, {text!r:.80}; write the list itself")
 
 
 def check_turns(prompt: list[dict[str, Any]], answer: list[dict[str, Any]]) -> None:

@@ -16,10 +16,11 @@ BATCH_BYTES = 2**28  # of rows with images: less than BATCH_ROWS are read and st
 def read_rows(file: str, names: Collection[str]) -> Iterator[bytes | pa.StructScalar]:
     """The rows of a file, unparsed, for `row_of`: JSON lines that are not blank, or parquet rows with only the
     columns in `names`; all columns if `names` is empty."""
+    is_parquet = file.lower().endswith(PARQUET)
     num_read = 0
     num_rows = 0
     try:
-        if not file.endswith(PARQUET):
+        if not is_parquet:
             with open(file, "rb") as text:
                 yield from filter(bytes.strip, text)
             return
@@ -44,11 +45,21 @@ def read_rows(file: str, names: Collection[str]) -> Iterator[bytes | pa.StructSc
                 num_read += len(batch)
     except (pa.ArrowException, OSError, KeyError) as error:  # KeyError: two columns of the same name
         where = ""
-        if file.endswith(PARQUET):
+        if is_parquet:
             where = " as parquet"
         if num_rows and not isinstance(error, KeyError):
             where += f" in its rows {num_read} to {min(num_read + at_once, num_rows) - 1} (counted from 0)"
         raise ValueError(f"{file} cannot be read{where}: {error}") from None
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Raises ValueError for a key that is there twice: readers disagree which value counts."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = max(names, key=names.count)
+        raise ValueError(f"the key {twice!r:.80} is there {names.count(twice)} times in one object")
+    return found
 
 
 def row_of(found: bytes | pa.StructScalar) -> dict[str, Any]:
@@ -56,7 +67,7 @@ def row_of(found: bytes | pa.StructScalar) -> dict[str, Any]:
     if isinstance(found, pa.StructScalar):
         return found.as_py(maps_as_pydicts="strict")
     try:
-        row = {**json.loads(found)}  # TypeError: it is no object
+        row = {**json.loads(found, object_pairs_hook=unique_keys)}  # TypeError: it is no object
         json.dumps(row, ensure_ascii=False).encode()  # fails for a lone surrogate (\ud800), which is no text
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"the line must be a JSON object ({error}); data/from_table.py reads a JSON list") from None

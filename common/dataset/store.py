@@ -270,6 +270,11 @@ def store_rows(path: str, files: Sequence[str], form: RowFormat) -> Loaded:
             shown = f"; the first bad row: {bad[0]['file']}, row {bad[0]['row']}: {bad[0]['rule']}"
         raise ValueError(f"{', '.join(loaded.files)}: none of {loaded.num_rows} rows is left: {loaded.num_filtered} "
                          f"have more than {flag} {limit} tokens, {len(bad)} are bad{shown}")
+    for ours, name in form.columns.items():
+        # a name of ours may be absent where its column may be; one that was given must be there
+        if name and name != ours and name not in loaded.columns:
+            raise ValueError(f"{', '.join(loaded.files)}: no row has the column {name} that --data."
+                             f"{ours.replace('_', '-')}-column names")
     loaded.data_hash = data_hash.hexdigest()
     return loaded
 
@@ -285,7 +290,9 @@ def store_file(stream: pa.RecordBatchStreamWriter, file: str, form: RowFormat, l
     for number, row in enumerate(read_rows(file, names)):
         loaded.num_rows += 1
         try:
-            new = form.encode(columns_of(row_of(row), form), loaded)
+            found = row_of(row)
+            loaded.columns |= found.keys() & form.columns.values()
+            new = form.encode(columns_of(found, form), loaded)
         except ValueError as error:
             if form.config.on_bad_row == "error":
                 raise ValueError(f"{file}, row {number} (counted from 0): {error}; --data.on-bad-row skip "

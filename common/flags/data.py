@@ -8,6 +8,18 @@ from typing import Literal
 
 PARQUET = (".parquet", ".pq")
 SUFFIXES = (*PARQUET, ".jsonl", ".ndjson", ".json")
+UNREAD = {
+    ".arrow": "datasets reads what its save_to_disk wrote, and its to_parquet writes what is read here",
+    ".feather": "write it as parquet",
+    ".csv": "data/from_table.py converts it",
+    ".tsv": "data/from_table.py converts it",
+    ".gz": "unpack it",
+    ".zst": "unpack it",
+    ".bz2": "unpack it",
+    ".xz": "unpack it",
+    ".zip": "unpack it",
+}
+"""Files of data that are not read: they must not be left out of a folder in silence."""
 
 
 @dataclass
@@ -74,8 +86,14 @@ def find_files(entries: Sequence[str], flag: str = "data file") -> list[str]:
             pattern += "/**"
         found = []
         for name in sorted(glob.glob(pattern, recursive=True)):
-            if name.endswith(SUFFIXES) and os.path.isfile(name):
+            if not os.path.isfile(name):
+                continue
+            ending = os.path.splitext(name)[1].lower()
+            if ending in SUFFIXES:
                 found.append(name)
+            if ending in UNREAD and name != entry:
+                raise ValueError(f"{flag} {entry} has {name}, which is not read: {UNREAD[ending]}, or name the files to "
+                                 f"read")
         if not found:
             raise ValueError(f"{flag} {entry} must be a {'/'.join(SUFFIXES)} file that exists, or a folder or glob "
                              f"that has some; data/from_table.py converts CSV")

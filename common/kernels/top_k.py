@@ -12,6 +12,16 @@ ABSENT = -100.0
 """The log-prob of a word that is none: its probability is 0 in float32, and it is finite."""
 
 
+def of_words(logp: Tensor, words: Tensor, with_rest: bool) -> Tensor:
+    """The log-probs [n, k] of these different words, of all words' [n, V]; `with_rest`: and last that of all others as
+    one class, [n, k + 1]. k must be below V then."""
+    chosen = logp.gather(1, words)
+    if not with_rest:
+        return chosen
+    rest = logp.scatter(1, words, -torch.inf).logsumexp(1, keepdim=True)
+    return torch.cat([chosen, rest], dim=1)
+
+
 def linear_top_k(hidden: Tensor, head: Head, words: Tensor, temperature: float = 1.0) -> Tensor:
     """Of hidden states [N, H] and different words [N, k] (-1: none): the log-probs of these words, and last that of
     the rest, log of the sum of p over all other words, [N, k + 1]. p = softmax(logits / temperature).

@@ -6,6 +6,7 @@ import numbers
 import sys
 import traceback
 from array import array
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ def plain(value: Any) -> float | str:
         except (ValueError, RuntimeError):  # more than one element
             return str(value)
     try:
-        if isinstance(value, numbers.Real):
+        if isinstance(value, numbers.Real | Decimal):
             return float(value)
         return str(value)
     except OverflowError:
@@ -108,7 +109,7 @@ def numbers_of(value: Any) -> list[float] | None:
     kinds = set(map(type, value))
     if kinds <= {float, bool}:  # the usual case, many times faster
         return list(map(float, value))
-    if not all(issubclass(kind, numbers.Real) or hasattr(kind, "item") for kind in kinds):
+    if not all(issubclass(kind, numbers.Real | Decimal) or hasattr(kind, "item") for kind in kinds):
         return None
     found: list[Any] = [plain(number) for number in value]
     if str in map(type, found):

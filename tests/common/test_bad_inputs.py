@@ -81,6 +81,15 @@ def between(line: bytes):
     return text(b"\n".join([GOOD, line, GOOD]))
 
 
+def beside(name: str):
+    """A folder with a file that is read, and another one."""
+    def make(folder: Path) -> list[str]:
+        (folder / "rows.jsonl").write_bytes(GOOD)
+        (folder / name).write_bytes(b"x")
+        return [str(folder)]
+    return make
+
+
 def named(pattern: str):
     """No file is made; `pattern` is asked for."""
     return lambda folder: [f"{folder}/{pattern}" if pattern else str(folder)]
@@ -122,6 +131,8 @@ FILES = [
      "rows.parquet has none of the columns prompt, .*; it has question, answer: .* --data.prompt-column NAME"),
     ("a column name that does not exist", parquet([row()]), {"prompt_column": "question"},
      "question is None; it must name a column of strings or lists"),
+    ("a folder with a compressed file beside another", beside("more.jsonl.gz"), {}, "more.jsonl.gz, which is not read"),
+    ("a folder of datasets' save_to_disk", beside("data-00000-of-00001.arrow"), {}, "arrow, which is not read: .*to_parq"),
     ("two columns of the same name", table(**COLUMNS, prompt_=["a", "b"]), {}, 'Field "prompt" exists 2 times'),
 ]
 ROWS = [
@@ -133,6 +144,13 @@ ROWS = [
     ("bytes that are not UTF-8, in parquet", sources(not_utf8([b"mine", b"\xff\xfe"])), {}, 
      "'utf-8' codec can't decode"),
     ("half a surrogate pair", lines(prompt="\ud800?"), {}, f"{NO_OBJECT} .*surrogates not allowed"),
+    ("a key that is there twice", between(b'{"prompt": "x", "answer": "1", "answer": "2"}'), {},
+     f"{NO_OBJECT} .the key 'answer' is there 2 times in one object"),
+    ("ground_truth is NaN", between(GOOD.replace(b'"4"', b"NaN")), {}, "has a ground_truth that is NaN"),
+    ("ground_truth is a missing number of pandas", parquet([row(reward_model={"ground_truth": truth})
+                                                           for truth in (4.0, float("nan"), 5.0)]), {},
+     "has a ground_truth that is NaN"),
+    ("messages as JSON text", lines(prompt=json.dumps(row()["prompt"])), {}, "prompt is the JSON text of messages"),
     ("an empty JSON object", between(b"{}"), {}, "prompt is None; it must name a column of strings or lists"),
     ("prompt is null", lines(prompt=None), {}, "prompt is None; it must name a column of strings or lists"),
     ("prompt is a number", lines(prompt=5), {}, "prompt is 5; it must name a column of strings or lists"),
@@ -165,6 +183,8 @@ ROWS = [
      {"chat_template_file": "strict.jinja"}, "the chat template refuses it: no tools"),
 ]
 SETTINGS = [
+    ("a column for extra_info that does not exist", parquet(LONG), {"extra_info_column": "meta"},
+     "no row has the column meta that --data.extra-info-column names"),
     ("a prompt too long, to stop at", parquet(LONG), {"max_prompt_length": 40, "on_long_prompt": "error"},
      r"row 1 \(counted from 0\): the prompt has \d+ tokens, more than --data.max-prompt-length 40"),
     ("all prompts too long", parquet(LONG), {"max_prompt_length": 5},
@@ -185,6 +205,7 @@ SETTINGS = [
      "cannot store the tokenised prompts: .*set TMPDIR to another folder"),
 ]
 UNUSUAL = [
+    ("a prompt that is a JSON list, and no messages", lines(prompt='["role", {"role": 1}]'), {}, 3),
     ("CRLF, blank lines, a byte order mark", text(b"\xef\xbb\xbf" + GOOD + b"\r\n\r\n" + GOOD + b"\r\n"), {}, 2),
     ("a null byte and emoji in the text", lines(content="a\0b \U0001f600"), {}, 3),
     ("ground_truth is a number, a struct", text(b"\n".join(

@@ -136,6 +136,9 @@ def test_json_lines_folders_and_globs(tokenizer, tmp_path):
     assert contents(f"{tmp_path}/*.parquet") == ["b0", "b1"]
     assert contents(f"{tmp_path}/**/*.parquet") == ["b0", "b1", "c0"]
     assert contents(f"{tmp_path}/deep", f"{tmp_path}/a.jsonl") == ["c0", "a0", "a1"]
+    write(tmp_path / "deep" / "d.parquet", [row("d0")])
+    (tmp_path / "deep" / "d.parquet").rename(tmp_path / "deep" / "d.PARQUET")
+    assert contents(f"{tmp_path}/deep") == ["c0", "d0"]
     (tmp_path / "rows[1].jsonl").write_text(json.dumps(row("named as a glob")))
     assert contents(f"{tmp_path}/rows[1].jsonl") == ["named as a glob"]
     for entry in ("absent.parquet", "*.csv", "notes.txt"):

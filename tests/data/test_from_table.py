@@ -165,6 +165,10 @@ def test_messages_as_prompts_stay_what_they_are(convert):
     train, _ = convert("b.json", json.dumps([{"prompt": text, "answer": "b"} for text in texts]), *flags)
     assert [row["prompt"][1]["content"] for row in train] == ["One?\nGo.", "Two?\nGo."]
     assert [row["extra_info"]["prompt"] for row in train] == texts
+    table = io.StringIO()
+    csv.writer(table).writerows([["prompt", "answer"], *([json.dumps(text), "b"] for text in texts)])
+    train, _ = convert("c.csv", table.getvalue(), *flags)
+    assert [row["prompt"][1]["content"] for row in train] == ["One?\nGo.", "Two?\nGo."]
 
 
 def test_a_long_field_of_a_csv_file_is_read(convert):
@@ -212,6 +216,8 @@ def test_json_lines_end_at_a_line_feed_alone(convert, end):
     ("a.csv", "question,answer\n", (), "has no rows"),
     ("a.csv", plain(), ("--num-test", "30"), "30 good rows and 0 bad; the rule is more than --num-test 30"),
     ("a.jsonl", '{"question": "a", "answer": "b"}\n{"question": "a" 1}\n', (), "a.jsonl, line 2: Expecting"),
+    ("a.jsonl", '{"question": "a", "answer": "b", "answer": "c"}\n', (), "line 1: the key 'answer' is there twice"),
+    ("a.csv", """question,answer\n"[{'role': 'user', 'content': 'a'}]",b\n""", (), "is no JSON: write the column with"),
     ("a.json", "[1]", (), "must be an object with the columns' names"),
     ("a.json", '[{"question": "a", "answer": "b"},\n{"question" "c"}]', (), "a.json: Expecting ':' delimiter: line 2"),
     ("a.json", "[" * 100_000, (), "a.json: "),

@@ -88,7 +88,7 @@ def score(server, *responses, num_workers=0, timeout_s=15.0, concurrency=32, war
     with RewardPool(FILE, num_workers=num_workers, timeout_s=timeout_s, on_error="zero", concurrency=concurrency,
                     kwargs=json.dumps(kwargs)) as pool:
         if warm:
-            pool.submit(0, "any", "4", "42")
+            pool.submit(0, "any", "4", "42", {"question": "What is 6 * 7?"})
             assert pool.results().scores == [0.4]
             server.requests.clear()
         for index, response in enumerate(responses):
@@ -185,3 +185,11 @@ def test_judge_is_checked_before_training():
 
 def test_judge_default_template_names_its_fields():
     assert set(judge.FIELDS.findall(judge.TEMPLATE)) == {"question", "ground_truth", "solution"}
+
+
+def test_a_row_without_the_question_is_not_graded_without_it():
+    for info, there in ((None, "nothing"), ({"prompt": "6 * 7?", "question": ""}, "prompt, question")):
+        with pytest.raises(ValueError, match=rf"has {{question}}, and extra_info has no question, but {there};"):
+            judge.filled(judge.TEMPLATE, "any", "42", info, {"solution": "42"})
+    assert judge.filled("{solution} {question}", "any", "42", {"question": 0.5}, {"solution": "x"}) == "x 0.5"
+    assert judge.filled("Grade {solution}", "any", "42", None, {"solution": "x"}) == "Grade x"

@@ -141,8 +141,10 @@ def test_pool_takes_any_form_of_number_and_function(num_workers):
 
     plain = scores("score", "return True", "return 3", "return __import__('numpy').float32(0.5)",
                    "return {'score': 0.25, 'acc': False, 'pred': 'x', 'n': 3}",
-                   "return __import__('fractions').Fraction(1, 4)")
-    assert plain.scores == [1.0, 3.0, 0.5, 0.25, 0.25]
+                   "return __import__('fractions').Fraction(1, 4)",
+                   "return {'score': __import__('decimal').Decimal('0.5'), 'n': __import__('decimal').Decimal(2)}")
+    assert plain.scores == [1.0, 3.0, 0.5, 0.25, 0.25, 0.5]
+    assert plain.extras[5] == {"n": 2.0}
     assert plain.extras[3] == {"acc": 0.0, "pred": "x", "n": 3.0}
     assert scores("score", "", kwargs='{"bonus": 0.5}').scores == [2.5]
     later = scores("later", "four", "sixsix")

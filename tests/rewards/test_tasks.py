@@ -502,6 +502,16 @@ def test_the_letter_of_a_multiple_choice_answer(text, pred):
         assert found == {"score": float(pred == "B"), "acc": pred == "B", "pred": pred}
 
 
+@pytest.mark.parametrize(("task", "truths"), [
+    (multiple_choice, ["42", "B. A mixture", 1, "", None, ["A", "B"]]), (math, [["42"], {"a": 1}, None]),
+    (geo3k, [["42"], None]),
+])
+def test_a_truth_that_no_answer_equals_is_refused(task, truths):
+    for truth in truths:
+        with pytest.raises(ValueError, match="must be a letter|must be a text or a number"):
+            task.compute_score("any", r"Answer: B, \boxed{42}", truth)
+
+
 def test_a_multiple_choice_answer_takes_no_time():
     start = time.process_time()
     for text in ("answer:" * 30_000, "answer:" + " " * 200_000, "answer:" + "\\(" * 100_000, "answer:[(`$" * 20_000,

@@ -77,6 +77,23 @@ def commands(tiny_llama, rows, teachers) -> dict[str, list[str]]:
     }
 
 
+@pytest.mark.parametrize("words_of", ["teacher", "student"])
+@pytest.mark.parametrize("divergence", ["reverse-kl", "jsd"])
+def test_best_words_leave_a_policy_alone_that_equals_its_teacher(divergence, words_of):
+    """The divergence and its gradient are 0 there, and it is above 0 for other policies: log-probs of two words of
+    nine. Of forward-kl only the sum of the words' probabilities has a gradient: it drops the rest."""
+    args = distill.Args(model="m", train_data=("x",), teacher=("t",), divergence=divergence, top_k=2, top_k_of=words_of)
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(5, 9, generator=generator, dtype=torch.float64)
+    ours = logits.clone().requires_grad_()
+    value = distill.divergence_of(args)(ours.log_softmax(1), logits.log_softmax(1))
+    assert torch.allclose(value, torch.zeros(5, dtype=torch.float64))
+    assert torch.autograd.grad(value.sum(), ours)[0].abs().max() < 1e-12
+    for _ in range(20):
+        others = torch.randn(5, 9, generator=generator, dtype=torch.float64).log_softmax(1)
+        assert (distill.divergence_of(args)(others, logits.log_softmax(1)) > 0).all()
+
+
 @pytest.fixture(scope="module")
 def runs(commands, tmp_path_factory) -> Path:
     folder, on_two = tmp_path_factory.mktemp("distill"), ("ranks", "parallel", "ranks_drop")
@@ -99,6 +116,14 @@ def restricted(of_model: str):
     return pick
 
 
+def kl_with_rest(logp, logq):
+    """Over the student's 16 words, and all others as one: 1 minus theirs, which float64 can hold."""
+    parts = []
+    for x in restricted("student")(logp.double(), logq.double()):
+        parts.append(torch.cat([x, (1 - x.exp().sum(-1, keepdim=True)).log()], -1))
+    return kl(*parts)
+
+
 def jsd(logp, logq, beta=0.3):
     logm = (beta * logq.exp() + (1 - beta) * logp.exp()).log()
     return beta * kl(logq, logm) + (1 - beta) * kl(logp, logm)
@@ -107,7 +132,7 @@ def jsd(logp, logq, beta=0.3):
 DENSE = {
     "two": jsd, "one": kl,
     "top_k": lambda logp, logq: kl(*restricted("teacher")(logp, logq)[::-1]),
-    "top_k_of_student": lambda logp, logq: kl(*restricted("student")(logp, logq)),
+    "top_k_of_student": lambda logp, logq: kl_with_rest(logp, logq),
 }
 
 

@@ -115,6 +115,7 @@ def test_loss_and_gradient_are_those_of_the_policy_with_more_in_its_prompt(runs,
     first = metrics_of(runs / "one/half")[0]
     assert first["distillation/loss"] == pytest.approx(total.item() / count, rel=1e-5) and total / count > 0.01
     assert first["actor/grad_norm"] == pytest.approx(grad_norm(student), rel=1e-4)
+    assert first["distillation/taught_frac"] == pytest.approx(count / sum(len(row["tokens"]) for row in found))
     assert [any(row["trained"] or ()) for row in found] == [row["index"] % 2 == 0 for row in found]
 
 

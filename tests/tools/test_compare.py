@@ -54,6 +54,8 @@ def test_code_then_flags_then_curves(make_run, capsys):
     assert flags == "flags\noptim.lr: 0.1 -> 0.2\n\n"
     reward = next(line for line in curves.splitlines() if line.startswith("critic/rewards/mean"))
     assert reward.split()[1:] == ["0.1", "0.22"]                        # of 0.3 0.1 0.3 0.1 0.3
+    steps = next(line for line in curves.splitlines() if line.startswith("steps"))
+    assert steps.split()[1:] == ["9", "10"]                             # the ends are of other steps
     greedy = next(line for line in curves.splitlines() if line.startswith("val-core"))
     assert greedy.split()[1:] == ["0.250", "->", "0.750", "0.250", "->", "0.750"]
 
@@ -144,6 +146,15 @@ def test_runs_are_put_together_by_their_setting(make_run, capsys):
     assert reward.split()[1:] == f"0.3 ± {half:.2g} (0.2 to 0.4) 0.6 ± {half:.2g} (0.5 to 0.7) 0.7".split()
     compare.main(compare.sides_of(compare.Args(runs=tuple(sides[0]))))  # seeds of one setting
     assert "b:" not in capsys.readouterr().out
+
+
+def test_a_run_counts_once(make_run):
+    """Three times the same run would be three seeds without any spread."""
+    run = make_run("a", "x = 1\n", {"seed": 1}, [0.5])
+    for args in ({"runs": (run, run, run)}, {"a": (run,), "b": (run,)}, {"runs": (run, run.parent / "b_script/../a")}):
+        (run.parent / "b_script").mkdir(exist_ok=True)
+        with pytest.raises(ValueError, match="a is named twice, and would count as two runs"):
+            compare.sides_of(compare.Args(**args))
 
 
 def test_intervals_by_the_published_tables():

@@ -201,7 +201,9 @@ def test_careless_forks_stop_with_one_line(tmp_path):
 @NEEDS["verl"]
 def test_a_setting_of_the_peer_replaces_the_one_that_follows_from_flags():
     key = f"{from_verl.ACTOR}.clip_ratio_high=0.3"
-    other, unknown = compared("verl", [("grpo.py", [*TWO, key]), ("ppo.py", TWO)])
+    typo = "algorithm.adv_estimatr=rloo"
+    other, unknown, mistyped = compared("verl", [("grpo.py", [*TWO, key]), ("ppo.py", TWO), ("grpo.py", [*TWO, typo])])
+    assert f"{typo}: verl reads no such key" in mistyped["error"]
     assert other["keys"][key.partition("=")[0]] == "0.3" and first_difference(other) == "loss of each token"
     assert "critic" in unknown["error"]
 

@@ -76,6 +76,7 @@ def test_seeds_in_pairs_and_unpaired(tmp_path):
     (["--at", "2", "--lr", "1"], r"--at 2: .* has checkpoints of the steps \(none\), and 0 starts anew"),
     (["--at", "0", "--seed", "1"], "--seed is the same on both sides"),
     (["--at", "0", "--run-dir", "x"], "--run-dir is the same on both sides"),
+    (["--at", "0", "--total-epochs", "1"], "--total-epochs is the same on both sides"),
     (["--at", "9", "--lr", "1"], "--steps 0: .* has --total-steps 9, so say how many follow --at 9"),
 ])
 def test_what_cannot_be_twinned_is_said_at_once(arguments, rule, tmp_path, capsys):
@@ -109,7 +110,12 @@ def test_a_run_and_its_twins(tiny_llama, small_train, tmp_path):
     assert "first difference  none: all metrics are equal" in done.stdout and "difference        +0.0000" in done.stdout
     assert twin.first_difference(base, tmp_path / "twins/original_1") == ""
     assert (tmp_path / "twins/curves.png").is_file() and (tmp_path / "twins/report.html").is_file()
-    done = start("--optim.lr", "1e-2")
-    assert done.stdout.count("is finished") == 2                        # another --out is another change
-    printed = start("--script", "dapo.py", "--print").stdout.splitlines()
-    assert len(printed) == 2 and "dapo.py" in printed[1] and "--save.resume auto" in printed[0]     # it has begun
+    done = start("--policy.compute-dtype", "float32")
+    assert done.stdout.count("is finished") == 2
+    printed = start("--policy.compute-dtype", "float32", "--print").stdout.splitlines()
+    assert len(printed) == 2 and "--save.resume auto" in printed[0]     # it has begun
+    for change in (["--optim.lr", "1e-2"], ["--script", "dapo.py", "--policy.compute-dtype", "float32"]):
+        done = start(*change)                                           # the old numbers are of another change
+        assert done.returncode == 2 and "changed_1 was begun with another" in done.stderr, done.stdout
+    printed = start("--script", "dapo.py", "--print", "--out", str(tmp_path / "others")).stdout.splitlines()
+    assert len(printed) == 2 and "dapo.py" in printed[1]

@@ -73,11 +73,16 @@ function difference(a, b, t) { return at_(a, t) === null || at_(b, t) === null ?
 function isNumber(x) { return typeof x === "number"; }
 function mean(values) { return values.length ? values.reduce((a, b) => a + b, 0) / values.length : null; }
 
-function show(x) {                                      // a number for people
+function digitsOf(ticks) {                              // as many as tell the numbers of an axis apart
+  const known = ticks.filter(isNumber), step = Math.abs(known[1] - known[0]);
+  return step ? Math.min(15, Math.max(4, Math.ceil(Math.log10(Math.max(...known.map(Math.abs)) / step)) + 1)) : 4;
+}
+
+function show(x, digits = 4) {                          // a number for people
   if (x === null || x === undefined) return "–";
   if (!isNumber(x)) return String(x);
   if (x === 0 || Number.isInteger(x) && Math.abs(x) < 1e6) return String(x);
-  return Math.abs(x) >= 1e5 || Math.abs(x) < 1e-3 ? x.toExponential(1) : String(+x.toPrecision(4));
+  return Math.abs(x) >= 1e5 || Math.abs(x) < 1e-3 ? x.toExponential(1) : String(+x.toPrecision(digits));
 }
 
 function plain(text) {                                  // control characters and those of writing direction, in sight
@@ -243,7 +248,7 @@ function chartOf(title, shown, width) {
     scales: {x: {time: false}, y: {range: (_, low, high) => low < high ? uPlot.rangeNum(low, high, 0.1, true)
       : low === null ? [0, 1] : [low - (Math.abs(low) || 1) / 2, low + (Math.abs(low) || 1) / 2]}},
     axes: [{...axis, size: 28, incrs: state.x === "step" ? undefined : TIMES, values: (_, ticks) => ticks.map(x => state.x !== "step" ? duration(x) : Number.isInteger(x) ? x : "")},
-           {...axis, size: 54, values: (_, ticks) => ticks.map(show)}],
+           {...axis, size: 54, values: (_, ticks) => ticks.map(x => show(x, digitsOf(ticks)))}],
     series: [{}, ...smoothing ? [...raw, ...curves] : curves],
     hooks: {
       drawClear: [plot => limit !== undefined && drawBand(plot, limit, band)],

@@ -33,6 +33,7 @@ class Numbers:
     group_std: Tensor | None = None
     updates: list[Update] = field(default_factory=list)
     flags: dict[str, Any] = field(default_factory=dict)  # as dataclass fields, groups as dicts
+    unread: list[str] = field(default_factory=list)  # settings of the peer that none of these numbers depends on
 
 
 class Refused(ValueError):

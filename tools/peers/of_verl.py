@@ -55,6 +55,7 @@ def numbers(keys: dict[str, str], recorded: Recorded, script: Numbers, own_rewar
     for update in script.updates:
         rows = torch.tensor([place[int(i)] for i in update.responses])
         found.updates.append(update_of(settings, recorded, update, batch.batch, rows, advantages))
+    found.unread = [settings.names[key] for key in settings.given if key not in settings.read]
     return found
 
 
@@ -106,6 +107,7 @@ def actor_config(settings: Settings) -> ActorConfig:
             name = key.removeprefix(f"{prefix}.")
             if key.startswith(f"{prefix}.") and name in kind.__dataclass_fields__:  # type: ignore[attr-defined]
                 found[name] = value_of(value)
+                settings.read.add(key)
         return found
 
     loss = given(f"{ACTOR}.policy_loss", PolicyLossConfig)

@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import io
 import os
+import traceback
 import warnings
 from pathlib import Path
 
@@ -92,7 +93,12 @@ def compared_numbers(peer: str, script: str, arguments: list[str], words: dict[s
     in_updates = {int(i) for update in found.updates for i in update.responses}
     if len(in_updates) < len(batch):
         notes.append(f"{len(in_updates)} of {len(batch)} responses are in the script's mini-batches, and in the peer's")
-    return found, peer_numbers(peer, keys, batch, found, own_rewards), notes, keys
+    theirs = peer_numbers(peer, keys, batch, found, own_rewards)
+    for name in theirs.unread:
+        if name in words:
+            raise ValueError(f"{name}={words[name]}: {same_as.PEERS[peer]} reads no such key for these numbers; "
+                             f"docs/from_verl.md has the keys")
+    return found, theirs, notes, keys
 
 
 def peer_numbers(peer: str, keys: dict[str, str], batch: Recorded, found: Numbers, own_rewards: bool) -> Numbers:
@@ -104,5 +110,11 @@ def peer_numbers(peer: str, keys: dict[str, str], batch: Recorded, found: Number
     torch.set_default_dtype(torch.float64)                              # of numbers that they make themselves
     try:
         return module.numbers(keys, batch, found, own_rewards)
+    except (ValueError, TypeError, NotImplementedError, AssertionError) as error:
+        own = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+        if ROOT in own.parents and ".venv" not in str(own):
+            raise
+        raise ValueError(f"{same_as.PEERS[peer]} refuses {' '.join(f'{key}={value}' for key, value in keys.items())}: "
+                         f"{' '.join(str(error).split())}") from None
     finally:
         torch.set_default_dtype(before)
