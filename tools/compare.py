@@ -108,7 +108,8 @@ def flat(flags: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def compare_curves(sides: Sequence[Sequence[Rows]]) -> list[tuple[str, ...]]:
-    """Lines of a table: the last step, validation results before and after, and the mean of the last steps of what people look at."""
+    """Lines of a table: the last step, validation results before and after, and the mean of the last steps of what
+    people look at."""
     names = sorted({name for rows in chain(*sides) for row in rows for name in row if name.startswith("val-core/")})
     lines = [("steps", *map(_last_steps, sides))]
     for name in (*names, *SHOWN):

@@ -18,7 +18,7 @@ class Loaded:
     num_filtered: int = 0  # longer than max_prompt_length and left out
     num_truncated: int = 0  # longer and cut
     bad_rows: list[dict[str, Any]] = field(default_factory=list)  # left out: {file, row, rule}
-    columns: set[str] = field(default_factory=set)  # of the rows, under the files' names, where they have a meaning here
+    columns: set[str] = field(default_factory=set)  # of the rows, under the files' names, if they mean something here
     data_sources: set[str] = field(default_factory=set)  # of the prompts that are left
     num_special: int = 0  # with a text that spells special tokens
     special: set[str] = field(default_factory=set)  # these tokens

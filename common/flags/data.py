@@ -92,8 +92,8 @@ def find_files(entries: Sequence[str], flag: str = "data file") -> list[str]:
             if ending in SUFFIXES:
                 found.append(name)
             if ending in UNREAD and name != entry:
-                raise ValueError(f"{flag} {entry} has {name}, which is not read: {UNREAD[ending]}, or name the files to "
-                                 f"read")
+                raise ValueError(f"{flag} {entry} has {name}, which is not read: {UNREAD[ending]}, or name the "
+                                 f"files to read")
         if not found:
             raise ValueError(f"{flag} {entry} must be a {'/'.join(SUFFIXES)} file that exists, or a folder or glob "
                              f"that has some; data/from_table.py converts CSV")

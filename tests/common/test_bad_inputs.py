@@ -132,7 +132,8 @@ FILES = [
     ("a column name that does not exist", parquet([row()]), {"prompt_column": "question"},
      "question is None; it must name a column of strings or lists"),
     ("a folder with a compressed file beside another", beside("more.jsonl.gz"), {}, "more.jsonl.gz, which is not read"),
-    ("a folder of datasets' save_to_disk", beside("data-00000-of-00001.arrow"), {}, "arrow, which is not read: .*to_parq"),
+    ("a folder of datasets' save_to_disk", beside("data-00000-of-00001.arrow"), {},
+     "arrow, which is not read: .*to_parq"),
     ("two columns of the same name", table(**COLUMNS, prompt_=["a", "b"]), {}, 'Field "prompt" exists 2 times'),
 ]
 ROWS = [

@@ -58,5 +58,6 @@ def test_gsm8k_takes_the_data_sets_own_answer_column():
 
 def test_gsm8k_refuses_a_truth_that_is_no_number():
     for truth in ("twelve", "nan", float("nan"), "inf"):
-        with pytest.raises(ValueError, match=f"ground_truth '?{truth}'? of data_source 'openai/gsm8k' must be a number"):
+        said = f"ground_truth '?{truth}'? of data_source 'openai/gsm8k' must be a number"
+        with pytest.raises(ValueError, match=said):
             gsm8k.compute_score("openai/gsm8k", "#### 12", truth)

@@ -508,7 +508,7 @@ def test_the_letter_of_a_multiple_choice_answer(text, pred):
 ])
 def test_a_truth_that_no_answer_equals_is_refused(task, truths):
     for truth in truths:
-        with pytest.raises(ValueError, match="must be a letter|must be a text or a number"):
+        with pytest.raises(ValueError, match=r"must be a letter|must be a text or a number"):
             task.compute_score("any", r"Answer: B, \boxed{42}", truth)
 
 

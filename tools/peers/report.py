@@ -96,7 +96,7 @@ def compared_numbers(peer: str, script: str, arguments: list[str], words: dict[s
     theirs = peer_numbers(peer, keys, batch, found, own_rewards)
     for name in theirs.unread:
         if name in words:
-            raise ValueError(f"{name}={words[name]}: {same_as.PEERS[peer]} reads no such key for these numbers; "
+            raise ValueError(f"{name}={words[name]}: {PEERS[peer]} reads no such key for these numbers; "
                              f"docs/from_verl.md has the keys")
     return found, theirs, notes, keys
 
@@ -114,7 +114,7 @@ def peer_numbers(peer: str, keys: dict[str, str], batch: Recorded, found: Number
         own = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
         if ROOT in own.parents and ".venv" not in str(own):
             raise
-        raise ValueError(f"{same_as.PEERS[peer]} refuses {' '.join(f'{key}={value}' for key, value in keys.items())}: "
+        raise ValueError(f"{PEERS[peer]} refuses {' '.join(f'{key}={value}' for key, value in keys.items())}: "
                          f"{' '.join(str(error).split())}") from None
     finally:
         torch.set_default_dtype(before)
