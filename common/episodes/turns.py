@@ -60,7 +60,7 @@ def to_units(batch: Batch, rollout: Rollout, rewards: Tensor, reward_coef: float
     unit_rewards = reward_coef * units.score - penalty[units.response]                              # [U]
     kinds_of_group = len(units.score)                                                               # at most
     _, group = (rollout.group[units.response] * kinds_of_group + units.kind).unique(return_inverse=True)
-    return cut(batch, units, int(rollout.lengths.max())), unit_rewards, group
+    return cut(batch, units, int(rollout.sequence_lengths.max())), unit_rewards, group
 
 
 def gather_units(rollout: Rollout, units_of: Callable[[Sample], EpisodeUnits]) -> Units:
@@ -125,7 +125,7 @@ def cut(batch: Batch, units: Units, longest: int) -> Batch:
         cu_seqlens=offsets(lengths),
         index=unit_of_token[starts],
         number=batch.number[sequence_of_token[starts]],
-        row=None,
+        image_row=None,
         fresh=None,
         response_extra={},
         cache={},

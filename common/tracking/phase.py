@@ -141,6 +141,10 @@ class Phase:
             raise RuntimeError(f"no micro-batch was reported before this optimizer step: call {DONE} after each "
                                f"backward pass")
         run = self.run
+        if optimizer not in run.optimizers.values():
+            raise ValueError(f"the phase {self.name}: no checkpoint holds this optimizer, and a resumed run would "
+                             f"begin it anew: use that of run.load_policy, or put yours there before the loop, "
+                             f"run.optimizers[\"policy\"] = optimizer")
         run.before_update(model)
         if self.terms is not None:
             run.metrics |= self.terms.close()

@@ -74,8 +74,8 @@ def test_build_matches_lists(rows):
             owners.append(i)
     assert batch.position_ids.tolist() == positions
     assert batch.sequence_ids.tolist() == owners
-    assert batch.lengths.tolist() == [len(row["prompt"] + row["response"]) for row in rows]
-    assert batch.host_lengths == batch.lengths.tolist()
+    assert batch.sequence_lengths.tolist() == [len(row["prompt"] + row["response"]) for row in rows]
+    assert batch.host_lengths == batch.sequence_lengths.tolist()
     assert not batch.mask[batch.cu_seqlens[:-1].long()].any()           # never the first token of a sequence
     assert batch.cu_seqlens.dtype == torch.int32
     assert batch.tokens.dtype == batch.index.dtype == torch.int64
@@ -445,7 +445,8 @@ def test_mini_batches_without_responses_are_planned(num_responses):
 @given(samples(), st.integers(1, 3), st.integers(4, 30))
 def test_plan_then_microbatches_restores_the_batch(rows, world_size, budget):
     batch = build(rows).sort()
-    plan = plan_step(Sequences(batch.lengths.numpy(), batch.lengths.numpy()), 1, world_size, budget, 0)
+    lengths = batch.sequence_lengths.numpy()
+    plan = plan_step(Sequences(lengths, lengths), 1, world_size, budget, 0)
     microbatches = [batch.microbatch(responses) for microbatch in plan.minibatches[0] for responses in microbatch]
     assert all(len(microbatch.tokens) <= budget or len(microbatch) == 1 for microbatch in microbatches)
     assert unpack(Batch.cat(microbatches).sort()) == unpack(batch)

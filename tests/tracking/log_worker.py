@@ -120,7 +120,7 @@ def metrics(rank: int, size: int) -> dict[str, float]:
         other_lengths=torch.zeros(4), num_sequences=torch.ones(4), truncated=torch.tensor([False, False, True, False]),
     )
     minibatches = [[SimpleNamespace(tokens=torch.zeros(int(lengths[i])))] for i in mine[rank]]
-    found = step_metrics(meter, timer, world, rollout.lengths, minibatches, (8e9, 5e9, 0))
+    found = step_metrics(meter, timer, world, rollout.sequence_lengths, minibatches, (8e9, 5e9, 0))
     return found | rollout_metrics(rollout, 17, 2.0, max_prompt_length=8, max_response_length=10)
 
 
