@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from itertools import chain
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,6 +14,13 @@ from common.layout.shared_prefixes import SharedPrefixes, share_prefixes
 PER_TOKEN = {"per": "token"}
 PER_RESPONSE = {"per": "response"}
 OWN = ("extra.", "response_extra.")
+INSTEAD = {
+    "lengths": ": write response_lengths, the tokens that the policy sampled, or sequence_lengths, with the prompt's",
+    "position_ids": ": write segment_cumsum(batch.mask.long(), batch.cu_seqlens), which is 1 at the first token "
+                    "that the policy sampled, or sequence_positions, which begin with the prompt",
+    "row": ": write rollout.row[batch.index.cpu()] for the row of the data; image_row is -1 without images",
+}
+"""What to write for names that would be taken for something else."""
 
 
 @dataclass
@@ -63,6 +70,12 @@ class Batch:
                                  f"write batch.extra[{name!r}] for a number per token, "
                                  f"batch.response_extra[{name!r}] for a number per response")
         super().__setattr__(name, value)
+
+    if not TYPE_CHECKING:  # mypy shall see a name that is misspelt
+
+        def __getattr__(self, name: str) -> Any:
+            """Only called for what does not exist."""
+            raise AttributeError(f"Batch has no {name}{INSTEAD.get(name, '')}")
 
     def cached(self, name: str, compute: Callable[[], Any], source: Tensor) -> Any:
         """A value that is computed once, and again where `source` is another tensor or was changed in place. `to`
@@ -116,22 +129,12 @@ class Batch:
         return counts.clamp(min=1)
 
     @property
-    def lengths(self) -> NoReturn:
-        raise AttributeError("Batch has no lengths: write response_lengths for the tokens that the policy sampled, "
-                             "sequence_lengths for these and all others of a sequence, such as the prompt's")
-
-    @property
-    def row(self) -> NoReturn:
-        raise AttributeError("Batch has no row: write rollout.row[microbatch.index.cpu()] for the row of the data of "
-                             "each sequence (image_row is -1 where there are no images)")
-
-    @property
     def sequence_ids(self) -> Tensor:               # [T] int64, which response a token belongs to
         responses = torch.arange(len(self), device=self.tokens.device)
         return responses.repeat_interleave(self.sequence_lengths, output_size=len(self.tokens))
 
     @property
-    def position_ids(self) -> Tensor:               # [T] int64, restarts at 0 with each sequence
+    def sequence_positions(self) -> Tensor:         # [T] int64, restarts at 0 with each sequence, its prompt included
         return torch.arange(len(self.tokens), device=self.tokens.device) - self.cu_seqlens[self.sequence_ids]
 
     @property
@@ -215,7 +218,7 @@ class Batch:
         if len(broken):
             t = broken[0]
             raise ValueError(f"{name} is {x[t]} for response {self.index[self.sequence_ids[t]]} at its token "
-                             f"{self.position_ids[t]}: {advice}")
+                             f"{self.sequence_positions[t]}: {advice}")
 
     def to_tokens(self, values: Tensor) -> Tensor:
         """A number for each response of the step, [S] -> float32 [T] of this batch: the response's number on each of

@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import chain
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from common.batch import Batch
+from common.layout.outside import check_outside_mask
 from common.layout.shared_prefixes import sort_by_prefix
 from common.model.flops import sequence_cost
 from common.packing import Sequences, plan_step
@@ -122,11 +123,6 @@ class Rollout:
     def sequence_lengths(self) -> np.ndarray:
         """[S] int64, tokens of prompt and response."""
         return (self.prompt_lengths + self.response_lengths + self.other_lengths).numpy().astype(np.int64)
-
-    @property
-    def lengths(self) -> NoReturn:
-        raise AttributeError("Rollout has no lengths: write response_lengths for the tokens that the policy sampled, "
-                             "sequence_lengths for these and all others, such as the prompt's")
 
     def to_tokens(self, values: Tensor) -> Tensor:
         """A number for each response, [S] -> float32 [T] of `batch`: the response's number on each of the tokens that
@@ -294,6 +290,8 @@ def to_minibatches(rollout: Rollout, in_loss: Tensor, layout: Layout, step: int 
         runs = in_loss & rollout.any_token((batch.advantage != 0) & batch.mask)
         # the script may have narrowed the mask
         counted_lengths = sum_per_response(batch, batch.mask.double(), len(rollout)) * in_loss
+    if batch.advantage is not None:
+        check_outside_mask(batch.advantage, batch.mask)
     batch.fresh = rollout.step[batch.index] == step
     parts = rollout.sequences()
     batch.routing = routing_of(batch.sequence_lengths.tolist(), [part.routing for *_, part in parts])
@@ -334,8 +332,10 @@ def scatter_fields(minibatches: list[Minibatch], advantages: Tensor | None = Non
     """Write per-token tensors [T] of `Batch.cat` over all micro-batches back into each of them.
 
     With `advantage`, `advantages` [S] are those of all responses. Raises ValueError if one that was left out has an
-    advantage there."""
+    advantage there, and as `check_outside_mask`."""
     microbatches = list(chain(*minibatches))
+    if "advantage" in values and microbatches:
+        check_outside_mask(values["advantage"].cpu(), torch.cat([batch.mask for batch in microbatches]).cpu())
     sizes = [len(microbatch.tokens) for microbatch in microbatches]
     for name, whole in values.items():
         for microbatch, share in zip(microbatches, whole.split(sizes)):

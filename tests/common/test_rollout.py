@@ -526,8 +526,8 @@ def test_advantages_that_are_scattered_must_be_0_for_those_left_out(world):
 def with_own_fields(batch: Batch) -> Batch:
     """Numbers that say where they stand: [T], [T, 3] and [S]."""
     index = batch.index[batch.sequence_ids]                                # [T]
-    batch.extra["place"] = (100 * index + batch.position_ids).double()
-    batch.extra["three"] = torch.stack([index, batch.position_ids, batch.tokens], dim=1)
+    batch.extra["place"] = (100 * index + batch.sequence_positions).double()
+    batch.extra["three"] = torch.stack([index, batch.sequence_positions, batch.tokens], dim=1)
     batch.response_extra["seven"] = 7 * batch.index.to(torch.int32)
     return batch
 

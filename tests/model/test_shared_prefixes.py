@@ -82,14 +82,14 @@ def test_each_node_of_the_trie_runs_once(seed):
     shared = batch.shared_prefixes
     assert len(shared.run) == len(nodes) < len(batch.tokens)
     assert batch.tokens[shared.run][shared.row].tolist() == batch.tokens.tolist()
-    assert batch.position_ids[shared.run][shared.row].tolist() == batch.position_ids.tolist()
+    assert batch.sequence_positions[shared.run][shared.row].tolist() == batch.sequence_positions.tolist()
     # a segment's keys are a whole sequence, its queries are the last of them, and no other token runs
     keys = shared.key_rows.split(shared.cu_seqlens_k.diff().tolist())
     queries = torch.arange(len(shared.run)).split(shared.cu_seqlens.diff().tolist())
     for rows, new in zip(keys, queries, strict=True):
         assert torch.equal(rows[-len(new) :], new)
         assert batch.tokens[shared.run[rows]].tolist() in texts(batch)
-        assert batch.position_ids[shared.run[rows]].tolist() == [*range(len(rows))]
+        assert batch.sequence_positions[shared.run[rows]].tolist() == [*range(len(rows))]
     assert len(shared.key_rows) <= len(batch.tokens)
 
 
@@ -119,7 +119,7 @@ def log_probs(policy: Policy, batches: list[Batch]) -> list[torch.Tensor]:
     found: dict[int, torch.Tensor] = {}
     for batch in batches:
         logp, entropy = policy(batch, 0.7)
-        weight = torch.sin(batch.number[batch.sequence_ids] * 7.0 + batch.position_ids).to(logp.dtype)
+        weight = torch.sin(batch.number[batch.sequence_ids] * 7.0 + batch.sequence_positions).to(logp.dtype)
         ((logp + 0.1 * entropy) * weight).sum().backward()
         both = torch.stack([logp, entropy], dim=1).detach()
         found |= dict(zip(batch.number.tolist(), both.split(batch.host_lengths)))
