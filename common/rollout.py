@@ -299,9 +299,8 @@ def to_minibatches(rollout: Rollout, in_loss: Tensor, layout: Layout, step: int 
     place, common = torch.zeros(2, len(batch), dtype=torch.int64)   # in the order in which sequences begin alike
     if layout.share_prompt:
         group = rollout.group[batch.index]
-        order, shared = sort_by_prefix(
-            batch.tokens, batch.mask, batch.cu_seqlens, batch.image_row, batch.routing, group
-        )
+        content = batch.tokens, batch.mask, batch.cu_seqlens, batch.image_row, batch.routing
+        order, shared = sort_by_prefix(*content, group)
         place[order] = torch.arange(len(batch))
         common[order] = torch.from_numpy(shared)
     known = torch.stack([batch.index, batch.sequence_lengths, torch.full_like(place, world.rank), place, common], dim=1)
