@@ -147,12 +147,19 @@ def test_the_ten_questions_are_answered_in_numbers(whole):
 
 def clips_of_microbatches(source: str) -> list[int]:
     """The lines that clip gradients in a loop that adds them up: what they leave depends on the order."""
+    def inside(node: ast.AST) -> list[ast.AST]:
+        """All nodes, but for those of loops in it."""
+        found = []
+        for child in ast.iter_child_nodes(node):
+            if not isinstance(child, ast.For):
+                found += [child, *inside(child)]
+        return found
+
     found = []
     for loop in ast.walk(ast.parse(source)):
         if not isinstance(loop, ast.For):
             continue
-        calls = [call for statement in loop.body if not isinstance(statement, ast.For) for call in ast.walk(statement)
-                 if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute | ast.Name)]
+        calls = [node for node in inside(loop) if isinstance(node, ast.Call)]
         names = [(ast.unparse(call.func).split(".")[-1], call.lineno) for call in calls]
         if any(name == "backward" for name, _ in names):
             found += [line for name, line in names if name.startswith(("clip_grad_norm", "clip_grad_value"))]
