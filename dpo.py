@@ -88,12 +88,12 @@ from common.dataset.pairs import parse_pair
 from common.engine.make import stop_tokens
 from common.evaluation.sampled import SampledValidation, load_val_prompts
 from common.losses import derivative
-from common.metrics import preference_metrics
 from common.model.lora import Reference
 from common.model.policy import Policy
 from common.parallel.ranks import all_max
 from common.rollout import Minibatch, sum_per_response
 from common.rollouts.validation import spread_rows
+from common.tracking.preferences import preference_metrics
 from common.training import Training
 
 
@@ -177,7 +177,7 @@ def main(args: Args) -> None:
             load_conversations, tokenizer=run.tokenizer, stops=stop_tokens(args.model, run.tokenizer),
             config=args.data, parser=RowParser(columns, parse, per_row=2),
         ), args.rows_per_step, load_val_prompts(args, args.data, run))
-        run.max_sequence_length = int(run.train_set.lengths.max())
+        run.max_sequence_length = int(run.train_set.sequence_lengths.max())
         max_tokens = run.plan_memory(args.max_tokens_per_gpu)
         validation: SampledValidation | PairValidation | None = None
         if args.eval_by == "sampling":
@@ -228,7 +228,7 @@ def main(args: Args) -> None:
             # 6 log, validate, save
             metrics = {"train/loss": pair_loss.item()} | preference_metrics(log_ratio, args.beta)
             results = validation(policy, step + 1) if run.is_validation_due(step) else {}
-            run.end_step(step, [minibatch], run.train_set.lengths[numbers], metrics, results)
+            run.end_step(step, [minibatch], run.train_set.sequence_lengths[numbers], metrics, results)
 
 
 if __name__ == "__main__":

@@ -95,12 +95,12 @@ from common.dataset.labelled import label_of, mismatched
 from common.dataset.messages import check_turns, parse_messages
 from common.engine.make import stop_tokens
 from common.losses import derivative
-from common.metrics import label_metrics
 from common.model.lora import Reference
 from common.model.policy import Policy
 from common.parallel.ranks import all_max
 from common.rollout import Minibatch, sum_per_response
 from common.rollouts.validation import spread_rows
+from common.tracking.preferences import label_metrics
 from common.training import Training
 
 
@@ -180,7 +180,7 @@ def main(args: Args) -> None:
             load_conversations, tokenizer=run.tokenizer, stops=stop_tokens(args.model, run.tokenizer),
             config=args.data, parser=RowParser(columns, parse),
         ), args.rows_per_step)
-        run.max_sequence_length = min(args.data.max_length, 2 * int(run.train_set.lengths.max()))
+        run.max_sequence_length = min(args.data.max_length, 2 * int(run.train_set.sequence_lengths.max()))
         run.plan_memory(args.max_tokens_per_gpu, args.model)
         policy, optimizer = run.load_policy("policy", args.model, args.optim)
         reference = run.load_frozen("reference", args.model)
@@ -224,7 +224,7 @@ def main(args: Args) -> None:
             # 6 log, validate, save
             metrics = {"train/loss": row_loss.item()} | label_metrics(log_ratio, kl, label, args.beta)
             results = validate(args, run, policy, val_rows, val_ref_logp) if run.is_validation_due(step) else {}
-            run.end_step(step, [minibatch], run.train_set.lengths[rows], metrics, results)
+            run.end_step(step, [minibatch], run.train_set.sequence_lengths[rows], metrics, results)
 
 
 if __name__ == "__main__":

@@ -91,11 +91,12 @@ from torch.distributed.elastic.multiprocessing import errors
 from common import losses
 from common.batch import Batch
 from common.correction import importance_weights, reject_and_weight
-from common.metrics import preference_metrics, spread
+from common.metrics import spread
 from common.rollout import scatter_fields, sum_per_response
 from common.rollouts.answers import add_answers
 from common.run import Run
 from common.segments import best_and_worst, group_log_mean_exp, group_win_rate
+from common.tracking.preferences import preference_metrics
 
 
 def dpo_loss(log_ratio: Tensor, beta: float, rewards: Tensor, group: Tensor) -> Tensor:

@@ -89,11 +89,11 @@ from common.dataset.conversations import (
 from common.dataset.pairs import parse_pair
 from common.engine.make import stop_tokens
 from common.losses import derivative
-from common.metrics import preference_metrics
 from common.model.scorer import Scorer, load_scorer
 from common.parallel.ranks import all_max
 from common.rollout import Minibatch, sum_per_response
 from common.rollouts.validation import spread_rows
+from common.tracking.preferences import preference_metrics
 from common.training import Training
 from envs.runtime.template import rendered
 from tools.evaluation import calibration
@@ -162,7 +162,7 @@ def main(args: Args) -> None:
             # transformers reads the reward at the last token that is not padding
             parser=RowParser(columns, parse, per_row=2, padding=run.hf_config.get_text_config().pad_token_id),
         ), args.rows_per_step)
-        run.max_sequence_length = int(run.train_set.lengths.max())
+        run.max_sequence_length = int(run.train_set.sequence_lengths.max())
         max_tokens = run.plan_memory(args.max_tokens_per_gpu)
         model, optimizer = run.load_policy("policy", args.model, args.optim, load_scorer)
         assert isinstance(model, Scorer)
@@ -196,7 +196,8 @@ def main(args: Args) -> None:
             # 6 log, validate, save
             metrics = {"train/loss": loss.item()} | preference_metrics(rewards, 1.0)
             results = validate(args, run, model) if run.is_validation_due(step) else {}
-            run.end_step(step, [minibatch], run.train_set.lengths[run.train_set.sequences(rows)], metrics, results)
+            lengths = run.train_set.sequence_lengths[run.train_set.sequences(rows)]
+            run.end_step(step, [minibatch], lengths, metrics, results)
 
 
 if __name__ == "__main__":

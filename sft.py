@@ -117,7 +117,7 @@ def main(args: Args) -> None:
             load_conversations, tokenizer=run.tokenizer, stops=stop_tokens(args.model, run.tokenizer),
             config=args.data, parser=RowParser(columns, parse),
         ), args.rows_per_step, load_val_prompts(args, args.data, run))
-        run.max_sequence_length = int(run.train_set.lengths.max())
+        run.max_sequence_length = int(run.train_set.sequence_lengths.max())
         max_tokens = run.plan_memory(args.max_tokens_per_gpu)
         validation = partial(validate, args, run) if args.eval_by == "loss" else SampledValidation(args, args.data, run)
         policy, optimizer = run.load_policy("policy", args.model, args.optim)
@@ -144,7 +144,7 @@ def main(args: Args) -> None:
 
             # 6 log, validate, save
             results = validation(policy, step + 1) if run.is_validation_due(step) else {}
-            lengths = run.train_set.lengths[run.train_set.sequences(rows)]
+            lengths = run.train_set.sequence_lengths[run.train_set.sequences(rows)]
             run.end_step(step, [minibatch], lengths, {}, results)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,6 +14,13 @@ from common.layout.shared_prefixes import SharedPrefixes, share_prefixes
 PER_TOKEN = {"per": "token"}
 PER_RESPONSE = {"per": "response"}
 OWN = ("extra.", "response_extra.")
+INSTEAD = {
+    "lengths": ": write response_lengths, the tokens that the policy sampled, or sequence_lengths, with the prompt's",
+    "position_ids": ": write segment_cumsum(batch.mask.long(), batch.cu_seqlens), which is 1 at the first token "
+                    "that the policy sampled, or sequence_positions, which begin with the prompt",
+    "row": ": write rollout.row[batch.index.cpu()] for the row of the data; image_row is -1 without images",
+}
+"""What to write for names that would be taken for something else."""
 
 
 @dataclass
@@ -30,7 +37,7 @@ class Batch:
     cu_seqlens: Tensor                              # [S+1] int32
     index: Tensor = field(metadata=PER_RESPONSE)    # [S] int64, the response's number in the step; a dummy's is -1
     number: Tensor = field(metadata=PER_RESPONSE)   # [S] int64, the sequence's number in the step
-    row: Tensor | None = field(default=None, metadata=PER_RESPONSE)     # [S] int64, data row of prompts with images
+    image_row: Tensor | None = field(default=None, metadata=PER_RESPONSE)   # [S] int64, whose images; -1: it has none
     fresh: Tensor | None = field(default=None, metadata=PER_RESPONSE)   # [S] bool, sampled in this step
     canary: Tensor | None = field(default=None, metadata=PER_RESPONSE)  # [S] bool, must have no gradient: it is watched
     rollout_logp: Tensor | None = field(default=None, metadata=PER_TOKEN)   # [T] float32, 0 where mask is False
@@ -64,12 +71,22 @@ class Batch:
                                  f"batch.response_extra[{name!r}] for a number per response")
         super().__setattr__(name, value)
 
-    def cached(self, name: str, compute: Callable[[], Any], source: Tensor | None = None) -> Any:
-        """A value that is computed once, and again where `source` is another tensor. `to` computes them before the
-        batch goes to a GPU, because later the host would wait for the GPU to tell."""
-        if name not in self.cache or self.cache[name][0] is not source:
-            self.cache[name] = source, compute()
-        return self.cache[name][1]
+    if not TYPE_CHECKING:  # mypy shall see a name that is misspelt
+
+        def __getattr__(self, name: str) -> Any:
+            """Only called for what does not exist."""
+            raise AttributeError(f"Batch has no {name}{INSTEAD.get(name, '')}")
+
+    def cached(self, name: str, compute: Callable[[], Any], source: Tensor) -> Any:
+        """A value that is computed once, and again where `source` is another tensor or was changed in place. `to`
+        computes them before the batch goes to a GPU, because later the host would wait for the GPU to tell."""
+        if name not in self.cache or self.cache[name][0] is not source or self.cache[name][1] != source._version:
+            self.keep(name, compute(), source)
+        return self.cache[name][2]
+
+    def keep(self, name: str, value: Any, source: Tensor) -> None:
+        """A value of `cached` that was computed elsewhere."""
+        self.cache[name] = source, source._version, value
 
     def present(self) -> dict[str, tuple[Tensor, str]]:
         """name -> (tensor, "token" or "response") of every field that is not None, `cu_seqlens` left out. Names of a
@@ -103,16 +120,21 @@ class Batch:
         return len(self.index)
 
     @property
-    def lengths(self) -> Tensor:                    # [S] int64, tokens of each sequence, its prompt included
+    def sequence_lengths(self) -> Tensor:           # [S] int64, tokens of each sequence, its prompt included
         return self.cu_seqlens.diff().long()
+
+    @property
+    def response_lengths(self) -> Tensor:           # [S] int64, tokens that the policy sampled; 1 for a dummy, which
+        counts = torch.zeros_like(self.index).index_add(0, self.sequence_ids, self.mask.long())  # has none, to divide
+        return counts.clamp(min=1)
 
     @property
     def sequence_ids(self) -> Tensor:               # [T] int64, which response a token belongs to
         responses = torch.arange(len(self), device=self.tokens.device)
-        return responses.repeat_interleave(self.lengths, output_size=len(self.tokens))
+        return responses.repeat_interleave(self.sequence_lengths, output_size=len(self.tokens))
 
     @property
-    def position_ids(self) -> Tensor:               # [T] int64, restarts at 0 with each sequence
+    def sequence_positions(self) -> Tensor:         # [T] int64, restarts at 0 with each sequence, its prompt included
         return torch.arange(len(self.tokens), device=self.tokens.device) - self.cu_seqlens[self.sequence_ids]
 
     @property
@@ -129,8 +151,8 @@ class Batch:
         return self.mask & ~canary
 
     @property
-    def host_lengths(self) -> list[int]:            # [S] as `lengths`
-        return self.cached("host_lengths", self.lengths.tolist)
+    def host_lengths(self) -> list[int]:            # [S] as `sequence_lengths`
+        return self.cached("host_lengths", self.sequence_lengths.tolist, source=self.cu_seqlens)
 
     @property
     def sampled(self) -> Tensor:                    # [N] int64, the positions where mask is True
@@ -139,7 +161,7 @@ class Batch:
     @property
     def shared_prefixes(self) -> SharedPrefixes | None:
         return self.cached("shared_prefixes", lambda: share_prefixes(
-            self.tokens, self.mask, self.cu_seqlens, self.row, self.routing))
+            self.tokens, self.mask, self.cu_seqlens, self.image_row, self.routing), source=self.tokens)
 
     @classmethod
     def build(cls, prompts: list[list[int]], responses: list[list[int]], *, index: list[int] | None = None,
@@ -196,18 +218,21 @@ class Batch:
         if len(broken):
             t = broken[0]
             raise ValueError(f"{name} is {x[t]} for response {self.index[self.sequence_ids[t]]} at its token "
-                             f"{self.position_ids[t]}: {advice}")
+                             f"{self.sequence_positions[t]}: {advice}")
 
     def to_tokens(self, values: Tensor) -> Tensor:
         """A number for each response of the step, [S] -> float32 [T] of this batch: the response's number on each of
-        its tokens with mask, 0 elsewhere and on dummies."""
+        its tokens with mask, 0 elsewhere and on dummies. Raises ValueError for numbers of another shape than [S]."""
+        if values.dim() != 1:
+            raise ValueError(f"to_tokens: the numbers have the shape {list(values.shape)}, must be [S], one for each "
+                             f"response of the step: flatten() makes [S] of [P, G]")
         padded = torch.nn.functional.pad(values.to(self.tokens.device).float(), (0, 1))         # [S+1] -1: of dummies
         return torch.where(self.mask, padded[self.index][self.sequence_ids], 0)
 
     def select(self, responses: Tensor | np.ndarray) -> "Batch":
         """The responses at these positions, in this order; there may be none, or one twice."""
         responses = torch.as_tensor(responses, dtype=torch.int64, device=self.tokens.device)    # [S']
-        cu_seqlens = offsets(self.lengths[responses])                                           # [S'+1]
+        cu_seqlens = offsets(self.sequence_lengths[responses])                                  # [S'+1]
         shift = (self.cu_seqlens[:-1][responses] - cu_seqlens[:-1]).long()                      # [S'] old - new start
         total = int(cu_seqlens[-1])
         where = shift.repeat_interleave(cu_seqlens.diff(), output_size=total)                   # [T']
@@ -236,7 +261,7 @@ class Batch:
             if differing:
                 raise ValueError(f"Batch.cat: {', '.join(sorted(differing))} is in some of the batches only")
         joined = {name: torch.cat([of_batch[name][0] for of_batch in present]) for name in present[0]}
-        return cls.of_fields(joined, offsets(torch.cat([batch.lengths for batch in batches])))
+        return cls.of_fields(joined, offsets(torch.cat([batch.sequence_lengths for batch in batches])))
 
     def to(self, device: torch.device | str, share_prompt: bool = False) -> "Batch":
         """Copy to another device. Before a copy to a GPU it computes host_lengths and sampled (and shared_prefixes if
@@ -246,13 +271,13 @@ class Batch:
         values = {name: tensor.to(device, non_blocking=not to_host) for name, (tensor, _) in self.present().items()}
         moved = Batch.of_fields(values, self.cu_seqlens.to(device, non_blocking=not to_host))
         if not to_host:
-            moved.cache["host_lengths"] = None, self.host_lengths
-            moved.cache["sampled"] = moved.mask, self.sampled.to(device)
+            moved.keep("host_lengths", self.host_lengths, moved.cu_seqlens)
+            moved.keep("sampled", self.sampled.to(device), moved.mask)
         if share_prompt:
             shared = self.shared_prefixes
             if shared is not None:
                 shared = SharedPrefixes(*(x.to(device, non_blocking=True) for x in shared))
-            moved.cache["shared_prefixes"] = None, shared
+            moved.keep("shared_prefixes", shared, moved.tokens)
         return moved
 
 

@@ -74,7 +74,11 @@ def ratio_stats(log_ratio: Tensor) -> dict[str, Tensor]:
 
 def clip_stats(advantage: Tensor, is_clipped: Tensor, is_capped: Tensor) -> dict[str, Tensor]:
     """What the scripts report of a clipped loss, [T] each, under verl's names: where the clip acts (`is_clipped`; it is
-    the upper bound for positive and the lower one for negative advantages), and where the dual clip does."""
+    the upper bound for positive and the lower one for negative advantages), and where the dual clip does. Raises
+    ValueError for an advantage with a gradient of its own, which clipped losses do not mean."""
+    if advantage.requires_grad:
+        raise ValueError("the advantage has a gradient, which would flow into what it was made of (a log-prob, an "
+                         "entropy, a value): write .detach() after that, or add it as a term of the loss")
     return {
         "actor/pg_clipfrac": is_clipped,
         "actor/pg_clipfrac_high": is_clipped & (advantage > 0),

@@ -19,6 +19,15 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
     return config.lr * (config.min_lr_frac + (1.0 - config.min_lr_frac) * shape[config.schedule])
 
 
+def _check_rate(model: PackedModel, optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Raises ValueError for a learning rate that a script, or its scheduler, has set: this module sets another."""
+    for group in optimizer.param_groups:
+        if model.rate not in (None, group["lr"]):
+            raise ValueError(f"this script has set the learning rate {group['lr']:g}, and optimizer_step sets {lr:g}, "
+                             f"by its `config` and the step: give it replace(args.optim, lr=RATE, warmup_steps=0, "
+                             f"schedule=\"constant\") with the RATE of this step, without a scheduler")
+
+
 def optimizer_step(model: PackedModel, optimizer: torch.optim.Optimizer, lr: float, config: OptimConfig) -> float:
     """Clip, step, zero the gradients. Returns the global gradient norm before clipping.
 
@@ -26,12 +35,14 @@ def optimizer_step(model: PackedModel, optimizer: torch.optim.Optimizer, lr: flo
     for gradients that copies of the model have not summed. A gradient on a canary: ValueError.
     """
     check_all_reduced(model)
+    _check_rate(model, optimizer, lr)
     norm = clip_gradients(model.parameters(), config.max_grad_norm)
     if not norm.isfinite():
         model.check_canaries()
     if norm.isfinite():  # the norm is that of all shards, so all ranks step or none does
         for group in optimizer.param_groups:
             group["lr"] = lr
+        model.rate = lr
         optimizer.step()
         if model.noise_scale is not None:
             model.noise_scale.observe(float(norm), config.betas[0], config.max_grad_norm)

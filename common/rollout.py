@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from common.batch import Batch
+from common.layout.outside import check_outside_mask
 from common.layout.shared_prefixes import sort_by_prefix
 from common.model.flops import sequence_cost
 from common.packing import Sequences, plan_step
@@ -101,7 +102,7 @@ class Rollout:
                 row = -2 - number
             rows.append(row)
         batch = Batch.build(prompts, responses, number=numbers, index=indices, rollout_logps=logps, masks=masks)
-        batch.row = torch.tensor(rows, dtype=torch.int64)
+        batch.image_row = torch.tensor(rows, dtype=torch.int64)
         return batch
 
     def sequences(self) -> list[tuple[int, Sample, list[int], Response]]:
@@ -119,7 +120,7 @@ class Rollout:
         return self.scores.isfinite()
 
     @property
-    def lengths(self) -> np.ndarray:
+    def sequence_lengths(self) -> np.ndarray:
         """[S] int64, tokens of prompt and response."""
         return (self.prompt_lengths + self.response_lengths + self.other_lengths).numpy().astype(np.int64)
 
@@ -275,31 +276,40 @@ def to_minibatches(rollout: Rollout, in_loss: Tensor, layout: Layout, step: int 
     if not isinstance(skip_zero_advantage, bool):
         raise TypeError(f"run.to_minibatches: skip_zero_advantage is a {type(skip_zero_advantage).__name__}, must be "
                         f"True or False: advantages decide which responses are skipped")
+    if in_loss.dtype != torch.bool or in_loss.shape != rollout.scores.shape:
+        raise ValueError(f"run.to_minibatches: in_loss is {in_loss.dtype} of shape {list(in_loss.shape)}, must be "
+                         f"torch.bool of shape [{len(rollout)}]: whether a response is in the loss; by how much is a "
+                         f"matter of its advantage")
     batch = replace(rollout.batch, cache={})
     runs = in_loss                                                                                  # [S]
+    counted_lengths = rollout.response_lengths * in_loss                                            # [S]
     if skip_zero_advantage:
         if batch.advantage is None:
             raise ValueError("skip_zero_advantage: rollout.batch.advantage must be written before run.to_minibatches, "
                              "which leaves out responses by it")
         runs = in_loss & rollout.any_token((batch.advantage != 0) & batch.mask)
+        # the script may have narrowed the mask
+        counted_lengths = sum_per_response(batch, batch.mask.double(), len(rollout)) * in_loss
+    if batch.advantage is not None:
+        check_outside_mask(batch.advantage, batch.mask)
     batch.fresh = rollout.step[batch.index] == step
     parts = rollout.sequences()
-    batch.routing = routing_of(batch.lengths.tolist(), [part.routing for *_, part in parts])
+    batch.routing = routing_of(batch.sequence_lengths.tolist(), [part.routing for *_, part in parts])
     world = layout.world
     place, common = torch.zeros(2, len(batch), dtype=torch.int64)   # in the order in which sequences begin alike
     if layout.share_prompt:
         group = rollout.group[batch.index]
-        order, shared = sort_by_prefix(batch.tokens, batch.mask, batch.cu_seqlens, batch.row, batch.routing, group)
+        content = batch.tokens, batch.mask, batch.cu_seqlens, batch.image_row, batch.routing
+        order, shared = sort_by_prefix(*content, group)
         place[order] = torch.arange(len(batch))
         common[order] = torch.from_numpy(shared)
-    known = torch.stack([batch.index, batch.lengths, torch.full_like(place, world.rank), place, common], dim=1)
+    known = torch.stack([batch.index, batch.sequence_lengths, torch.full_like(place, world.rank), place, common], dim=1)
     index, lengths, *ranks_places, common = gather_numbers(known, batch.number).long().T            # [N] of sequences
     lengths = lengths.numpy()
     order = None
     if layout.share_prompt:
         rank, place = ranks_places
         order = np.lexsort((place, rank, rollout.group[index]))
-    counted_lengths = rollout.response_lengths * in_loss                                            # [S]
     sequences = Sequences(
         lengths, sequence_cost(lengths, layout.hf_config), runs[index].numpy(), index.numpy(),
         order, common.numpy(), layout.most_keys, can_watch=(counted_lengths > 0)[index].numpy(),
@@ -321,8 +331,10 @@ def scatter_fields(minibatches: list[Minibatch], advantages: Tensor | None = Non
     """Write per-token tensors [T] of `Batch.cat` over all micro-batches back into each of them.
 
     With `advantage`, `advantages` [S] are those of all responses. Raises ValueError if one that was left out has an
-    advantage there."""
+    advantage there, and as `check_outside_mask`."""
     microbatches = list(chain(*minibatches))
+    if "advantage" in values and microbatches:
+        check_outside_mask(values["advantage"].cpu(), torch.cat([batch.mask for batch in microbatches]).cpu())
     sizes = [len(microbatch.tokens) for microbatch in microbatches]
     for name, whole in values.items():
         for microbatch, share in zip(microbatches, whole.split(sizes)):

@@ -241,7 +241,7 @@ class Run(Training):
         metrics = rollout_metrics(sampled or rollout, self.num_sampled_tokens, gen_s, *limits) | metrics
         self.num_sampled_tokens = 0.0
         self._keep_curriculum()
-        self.end_step(step, minibatches, rollout.lengths, metrics, results)
+        self.end_step(step, minibatches, rollout.sequence_lengths, metrics, results)
 
     def _keep_curriculum(self) -> None:
         """Write into the checkpoint how well each row is solved, and into the metrics what follows from it."""

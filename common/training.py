@@ -209,8 +209,7 @@ class Training(Models):
         self.is_validated = bool(state) and not self.metrics
         self.timer = Timer(self.watchdog.phase)
         if state:
-            for name in self.optimizers:
-                self.models[name].version += 1  # not the model of its folder
+            self.note_loaded()
             self.sampler.load_state_dict(state["sampler"])
             self.script_state = state["script"]
 

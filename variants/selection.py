@@ -88,7 +88,7 @@ def choose_largest(
 def _random_numbers(seed: int, batch: Batch) -> Tensor:
     """A number below 1 for each token, from one generator for each response: [T] float64, no two equal."""
     numbers = []
-    for number, length in zip(batch.number.tolist(), batch.lengths.tolist()):
+    for number, length in zip(batch.number.tolist(), batch.sequence_lengths.tolist()):
         generator = np.random.default_rng(seed_of(seed, number))
         numbers.append(generator.random(length))
     return torch.from_numpy(np.concatenate(numbers))

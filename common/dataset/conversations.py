@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -68,14 +68,14 @@ class ConversationSet:
         self.has_images = self.images.null_count < len(self.images)
         self.first = 0
         """The number of its first sequence among those of all sets of the run."""
-        self.lengths = pc.list_value_length(self.tokens).to_numpy().astype(np.int64)
+        self.sequence_lengths = pc.list_value_length(self.tokens).to_numpy().astype(np.int64)
 
     def __len__(self) -> int:
         return self.num_sequences // self.per_row
 
     @property
     def num_sequences(self) -> int:
-        return len(self.lengths)
+        return len(self.sequence_lengths)
 
     @property
     def label(self) -> Tensor:
@@ -88,14 +88,19 @@ class ConversationSet:
         return (first + np.arange(self.per_row)).flatten()
 
     def answer_lengths(self, numbers: Sequence[int]) -> Tensor:
-        """Tokens of these sequences that are trained on, float64 [len(numbers)]; `lengths` counts prompts, too."""
+        """Tokens of these sequences that are trained on, float64 [len(numbers)]; with prompts: `sequence_lengths`."""
         return torch.tensor([sum(self.mask[number].as_py()) for number in numbers], dtype=torch.float64)
+
+    @property
+    def lengths(self) -> NoReturn:
+        raise AttributeError("ConversationSet has no lengths: write answer_lengths(numbers) for the tokens of answers, "
+                             "sequence_lengths[numbers] for these and the prompts'")
 
     def minibatch(self, rows: Sequence[int], hf_config: PretrainedConfig, world: World, max_tokens: int) -> Minibatch:
         """This rank's share of these rows, packed. No data travels between ranks: every rank has the files.
         `Batch.index` is the place in `sequences(rows)`."""
         numbers = self.sequences(rows)
-        lengths = self.lengths[numbers]
+        lengths = self.sequence_lengths[numbers]
         sequences = Sequences(lengths, sequence_cost(lengths, hf_config))
         plan = plan_step(sequences, 1, world.size, max_tokens, seed=0, group_size=world.group_size)
         mine = np.flatnonzero(plan.rank == world.rank).tolist()
@@ -110,7 +115,8 @@ class ConversationSet:
             masks.append(mask[1:])
         batch = Batch.build(prompts, responses, index=mine, masks=masks)
         if self.has_images:
-            batch.row = torch.tensor([self.holder_of_images(number) for number in numbers[mine]], dtype=torch.int64)
+            holders = [self.holder_of_images(number) for number in numbers[mine]]
+            batch.image_row = torch.tensor(holders, dtype=torch.int64)
         batch = batch.to(world.device)
         microbatches = []
         for shares in plan.minibatches[0]:

@@ -80,7 +80,7 @@ class RowImages:
         return any(data.has_images for data in self.sets)
 
     def images_of(self, number: int, row: int) -> list[bytes]:
-        """The files of a sequence, by what `ConversationSet.minibatch` wrote into `Batch.row`. Below 0: none."""
+        """The files of a sequence, by what `ConversationSet.minibatch` wrote into `Batch.image_row`. Below 0: none."""
         if row < 0:
             return []
         for data in reversed(self.sets):
@@ -121,7 +121,7 @@ class JudgedImages:
         return expanded
 
     def images_of(self, number: int, row: int) -> list[bytes]:
-        """The files of a sequence by `Batch.row`: the number of its conversation; below 0: none."""
+        """The files of a sequence by `Batch.image_row`: the number of its conversation; below 0: none."""
         return self.files[row] if row >= 0 else []
 
     def inputs_of(self, file: bytes | None) -> tuple[list[int], dict[str, Tensor]]:

@@ -60,7 +60,7 @@ def to_units(batch: Batch, rollout: Rollout, rewards: Tensor, reward_coef: float
     unit_rewards = reward_coef * units.score - penalty[units.response]                              # [U]
     kinds_of_group = len(units.score)                                                               # at most
     _, group = (rollout.group[units.response] * kinds_of_group + units.kind).unique(return_inverse=True)
-    return cut(batch, units, int(rollout.lengths.max())), unit_rewards, group
+    return cut(batch, units, int(rollout.sequence_lengths.max())), unit_rewards, group
 
 
 def gather_units(rollout: Rollout, units_of: Callable[[Sample], EpisodeUnits]) -> Units:
@@ -115,7 +115,7 @@ def cut(batch: Batch, units: Units, longest: int) -> Batch:
     width = longest + 1
     begins, unit_of_begin = (units.sequence * width + units.first_token).sort()                     # [U]
     sequence_of_token = batch.sequence_ids                                                          # [T]
-    place_of_token = batch.number[sequence_of_token] * width + batch.position_ids                   # [T]
+    place_of_token = batch.number[sequence_of_token] * width + batch.sequence_positions                   # [T]
     unit_of_token = unit_of_begin[torch.searchsorted(begins, place_of_token, right=True) - 1]       # [T]
     pairs = torch.stack([sequence_of_token, unit_of_token])                                         # [2, T]
     _, lengths = pairs.unique_consecutive(dim=1, return_counts=True)
@@ -125,7 +125,7 @@ def cut(batch: Batch, units: Units, longest: int) -> Batch:
         cu_seqlens=offsets(lengths),
         index=unit_of_token[starts],
         number=batch.number[sequence_of_token[starts]],
-        row=None,
+        image_row=None,
         fresh=None,
         response_extra={},
         cache={},

@@ -76,7 +76,7 @@ def microbatch_flops(batch: Batch, config: PretrainedConfig, share_prompt: bool)
     With `share_prompt` what several sequences begin with runs once, and what follows attends to it. The output head
     runs only where the policy sampled a token."""
     tower = 0.0
-    if config.model_type in FAMILIES and batch.row is not None:
+    if config.model_type in FAMILIES and batch.image_row is not None:
         tower = _tower(batch, config)
     shared = batch.shared_prefixes if share_prompt else None
     if shared is not None:
@@ -110,7 +110,7 @@ def _tower(batch: Batch, config: PretrainedConfig) -> float:
     """FLOPs of a vision tower's blocks, which see the images of each different prompt once. Qwen2.5-VL's attention
     within windows of 64 patches is not counted: 1% of the matrices of its layers. A video of Qwen2.5-VL counts as one
     image, though its frames do not see each other."""
-    rows, first = np.unique(batch.row.cpu().numpy(), return_index=True)
+    rows, first = np.unique(batch.image_row.cpu().numpy(), return_index=True)
     prompts = batch.select(first[rows != -1])
     of_pictures = torch.tensor(placeholders(config), device=prompts.tokens.device)
     in_image = torch.isin(prompts.tokens, of_pictures) & ~prompts.mask                          # [T]

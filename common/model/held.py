@@ -74,6 +74,12 @@ class Models:
         self.optimizers[name] = torch.optim.SGD(model.parameters())
         return model
 
+    def note_loaded(self) -> None:
+        """A checkpoint's weights and learning rates have come into the models that it holds."""
+        for name, optimizer in self.optimizers.items():
+            self.models[name].version += 1  # not the model of its folder
+            self.models[name].rate = optimizer.param_groups[0]["lr"]
+
     def watch_frozen(self) -> None:
         """From now on the models that no checkpoint holds keep their weights."""
         for name, model in self.models.items():
@@ -108,4 +114,5 @@ class Models:
             config = replace(config, gradient_checkpointing=self.recomputed_share)
         self.models[name] = load(path, config, self.world, Weights(lora=args.lora, dtype=WEIGHTS[optim.kind]))
         self.optimizers[name] = make_optimizer(self.models[name], optim)
+        self.models[name].rate = optim.lr
         return self.models[name], self.optimizers[name]

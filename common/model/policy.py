@@ -36,6 +36,7 @@ class PackedModel(nn.Module):
         self.num_recomputed = 0  # of them the first ones, which are recomputed in the backward pass
         self.mixture: Mixture | None = None  # of a policy that is trained: what its routers say
         self.folder = ""  # or hub name, from which its weights were read
+        self.rate: float | None = None  # the learning rate that its optimizer has, if the script sets no other
         self.version = 0  # grows with every change of the weights, so the engine knows when its own are stale
         self.noise_scale: Any = None  # common/tracking/noise_scale.py, of the policy in training
         self.gradient_terms: Any = None  # common/tracking/gradient_terms.py, the same
@@ -56,10 +57,10 @@ class PackedModel(nn.Module):
 
     def _hidden(self, backbone: nn.Module, row: Row) -> Tensor:
         """The hidden states [t, H] of a row."""
-        if self.prompts is not None and row.batch.row is not None:
+        if self.prompts is not None and row.batch.image_row is not None:
             return hidden_with_images(backbone, row, self.prompts)
         tokens = row.batch.tokens[row.run]                                                              # [t]
-        positions = row.batch.position_ids[row.run]                                                     # [t]
+        positions = row.batch.sequence_positions[row.run]                                                     # [t]
         out = backbone(input_ids=tokens[None], position_ids=positions[None], use_cache=False, **row.layout)
         return out.last_hidden_state[0]
 

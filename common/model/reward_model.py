@@ -63,8 +63,8 @@ class RewardModel:
         batch = Batch.build(rows, [[0]] * len(rows))
         self.model.prompts = images
         if images is not None:
-            batch.row = torch.tensor([-1 if number in unseen else number for number in range(len(rows))])
-        lengths = batch.lengths.numpy()
+            batch.image_row = torch.tensor([-1 if number in unseen else number for number in range(len(rows))])
+        lengths = batch.sequence_lengths.numpy()
         (minibatch,) = plan_step(Sequences(lengths, lengths), 1, 1, MAX_TOKENS, seed=0).minibatches
         groups = list(chain(*minibatch))                                    # rows that run together
         most_groups = int(all_max([len(groups)])[0])

@@ -34,7 +34,8 @@ def exchange(batch: Batch, destination: np.ndarray | Tensor) -> Batch:
     if dist.get_world_size() == 1:
         return batch.select(order[batch.number[order].argsort()])
     batch = batch.select(order)
-    sizes_out = torch.bincount(destination[order], batch.lengths, dist.get_world_size()).long()     # tokens to each
+    sizes = batch.sequence_lengths
+    sizes_out = torch.bincount(destination[order], sizes, dist.get_world_size()).long()             # tokens to each
     mine = {}
     for name, (values, per) in batch.present().items():
         mine[name] = Field(values.dtype, values.shape[1:], per)

@@ -43,6 +43,7 @@ class Phase:
         self.outputs: list[tuple[Batch, Tensor]] = []  # what the model returned for the micro-batches of this update
         self.num_done = 0
         self.is_update = True
+        self.has_stepped = False
         self.num_passes = len(minibatches) // max(len({id(minibatch) for minibatch in minibatches}), 1)
         self.at_start: dict[int, dict[str, tuple[Tensor, int]]] = {}  # id of a micro-batch -> its fields
         if self.num_passes > 1:
@@ -95,6 +96,7 @@ class Phase:
         rollouts. Raises ValueError for a field of the micro-batch that has a gradient, and for one that this update
         has changed, if it has several passes."""
         self._check_fields(microbatch)
+        self._check_passes(microbatch, stats or {})
         if self.terms is not None:
             self.terms.after_backward(microbatch, self.run.meter)
         self.outputs.append((microbatch, output.detach()))
@@ -117,6 +119,18 @@ class Phase:
                 self.run.meter.mean(f"actor/{name}", values, mask)
             microbatch.last_pass = found | {"logp": output.detach()}
         self._count()
+
+    def _check_passes(self, microbatch: Batch, stats: dict[str, Tensor]) -> None:
+        """Raises ValueError for numbers that are those of the policy before another optimizer step."""
+        if "actor/ratio" in stats and microbatch.old_logp is None and (self.has_stepped or microbatch.last_pass):
+            raise ValueError(f"the phase {self.name} comes after an optimizer step on these responses, and "
+                             f"microbatch.old_logp is None: the current policy would be taken for the one before, and "
+                             f"each ratio be 1: make num_updates the number of optimizer steps on a rollout")
+        was_scored = microbatch.old_logp is not None or microbatch.value is not None
+        if self.num_passes > 1 and microbatch.fresh is None and was_scored:
+            raise ValueError(f"the phase {self.name} has {self.num_passes} passes, and the coefficients of all of them "
+                             f"were made from log-probs or rewards of before the first: one phase a pass, and score "
+                             f"before each")
 
     def _check_fields(self, microbatch: Batch) -> None:
         for name, (values, _) in microbatch.present().items():
@@ -141,6 +155,10 @@ class Phase:
             raise RuntimeError(f"no micro-batch was reported before this optimizer step: call {DONE} after each "
                                f"backward pass")
         run = self.run
+        if optimizer not in run.optimizers.values():
+            raise ValueError(f"the phase {self.name}: no checkpoint holds this optimizer, and a resumed run would "
+                             f"begin it anew: use that of run.load_policy, or put yours there before the loop, "
+                             f"run.optimizers[\"policy\"] = optimizer")
         run.before_update(model)
         if self.terms is not None:
             run.metrics |= self.terms.close()
@@ -157,6 +175,7 @@ class Phase:
         run.meter.mean(f"{self.model}/grad_norm", torch.tensor([grad_norm], dtype=torch.float64))
         run.meter.total(f"{self.model}/skipped_steps", not math.isfinite(grad_norm), per=run.world.size)
         self.outputs = []
+        self.has_stepped = True
 
     def check_complete(self) -> None:
         """At the end of the block. An update may end early, after any of its optimizer steps."""

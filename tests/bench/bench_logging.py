@@ -99,7 +99,7 @@ def main(args: Args) -> None:
             write_step(Recorder(args.log, Path(folder), tokenizer), 5, rollout, minibatches, rewards)
 
         def numbers() -> dict[str, float]:
-            of_update = step_metrics(meter, timer, world, rollout.lengths, minibatches, (1e12, 1e12, 0))
+            of_update = step_metrics(meter, timer, world, rollout.sequence_lengths, minibatches, (1e12, 1e12, 0))
             return of_update | rollout_metrics(rollout, P * G * 27, 4.0, max_prompt_length=160, max_response_length=40)
 
         measure("meters of 4 micro-batches", 1.0, meters)

@@ -82,7 +82,7 @@ def main(args: Args) -> None:
                                 "TOKENIZERS_PARALLELISM": "false", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     data = load(args)
     drawn = PromptSampler(len(data), "", seed=0).take(args.rows_per_step * args.steps)
-    num_tokens = int(data.lengths[drawn].sum()) / args.steps
+    num_tokens = int(data.sequence_lengths[drawn].sum()) / args.steps
     ours = [sys.executable, "sft.py", "--model", args.model, "--train-data", TASK, "--total-steps", args.steps,
             "--rows-per-step", args.rows_per_step, "--max-tokens-per-gpu", args.max_tokens, "--optim.lr", args.lr,
             "--save.hf", "never", "--save.every", 0, "--run-dir"]

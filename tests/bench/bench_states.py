@@ -55,7 +55,7 @@ def measure(family: str, lengths: list[int], prepare) -> tuple[float, int]:
     prepare(model.get_decoder())
     batch = Batch.build([[1]] * len(lengths), [torch.randint(3, 512, (n - 1,)).tolist() for n in lengths])
     row = make_row(batch, False, None)
-    inputs = {"input_ids": batch.tokens[None], "position_ids": batch.position_ids[None], "use_cache": False}
+    inputs = {"input_ids": batch.tokens[None], "position_ids": batch.sequence_positions[None], "use_cache": False}
 
     def run() -> float:
         start = time.process_time()

@@ -63,8 +63,8 @@ def matmul_rate(dtype: torch.dtype, n: int = 2048) -> float:
 
 def padded_hidden(backbone: nn.Module, batch: Batch) -> tuple[Row, Tensor]:
     """`Policy.hidden_before` with rows of equal length."""
-    rows = pad_sequence(batch.tokens.split(batch.lengths.tolist()), batch_first=True)           # [S, longest]
-    mask = torch.arange(rows.shape[1]) < batch.lengths[:, None]                                 # [S, longest]
+    rows = pad_sequence(batch.tokens.split(batch.sequence_lengths.tolist()), batch_first=True)           # [S, longest]
+    mask = torch.arange(rows.shape[1]) < batch.sequence_lengths[:, None]                                 # [S, longest]
     hidden = backbone(input_ids=rows, attention_mask=mask.long(), use_cache=False).last_hidden_state
     row = make_row(batch, share_prompt=False, group=None)
     return row, hidden[mask][row.before]
@@ -129,7 +129,7 @@ def main(args: Args) -> None:
     microbatches = [Batch.build(numbers(per_micro, args.prompt_tokens), numbers(per_micro, args.response_tokens))
                     for _ in range(args.tokens // args.max_tokens)]
     tokens = sum(len(b.tokens) for b in microbatches)
-    lengths = np.concatenate([b.lengths.numpy() for b in microbatches])
+    lengths = np.concatenate([b.sequence_lengths.numpy() for b in microbatches])
     flops = 3 * sequence_cost(lengths, config).sum()
     head = 3 * 2 * config.hidden_size * config.vocab_size * sum(int((~b.mask).sum()) for b in microbatches)
 

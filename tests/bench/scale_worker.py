@@ -184,7 +184,8 @@ def main(job: dict) -> None:
                 "bytes_per_s": 2 * big.nbytes / min(cpu_seconds(lambda: into.copy_(big), 1) for _ in range(7)),
                 "decode_s": decode, "small_s": cpu_seconds(lambda: backward([small], 1), 9),
                 "sync_s": cpu_seconds(lambda: engine._sync(policy), 5),
-                "full_s": cpu_seconds(lambda: backward([full], len(full)), 5), "full_lengths": full.lengths.tolist()}
+                "full_s": cpu_seconds(lambda: backward([full], len(full)), 5),
+                "full_lengths": full.sequence_lengths.tolist()}
 
     if engine is not None:
         engine.wake(policy)

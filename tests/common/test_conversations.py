@@ -135,8 +135,8 @@ def test_prompts_are_those_of_a_rollout(tokenizer, tmp_path):
     rows = [{"prompt": prompt.messages, "response": f"#### {prompt.ground_truth}"} for prompt in prompts]
     for name in ("rows.parquet", "rows.jsonl"):
         data = load(tmp_path / name, rows, tokenizer)
-        assert len(data) == 4 and data.lengths.min() > 90
-        assert data.loaded.lengths == f"{data.lengths.min()} to {data.lengths.max()}"
+        assert len(data) == 4 and data.sequence_lengths.min() > 90
+        assert data.loaded.lengths == f"{data.sequence_lengths.min()} to {data.sequence_lengths.max()}"
         for i, prompt in enumerate(prompts):
             tokens, mask = data.tokens[i].as_py(), data.mask[i].as_py()
             assert tokens[: len(prompt.tokens)] == prompt.tokens and not any(mask[: len(prompt.tokens)])
@@ -167,9 +167,10 @@ def test_a_minibatch_has_every_row_once_and_keeps_the_budget(tokenizer, tmp_path
     assert len(microbatches) > 1 and sorted(int(i) for b in microbatches for i in b.index) == [0, 1, 2]
     for batch in microbatches:
         assert len(batch) == 1 or len(batch.tokens) <= 60
-        for i, length, count in zip(batch.index, batch.lengths, segment_sum(batch.mask.double(), batch.cu_seqlens)):
+        counts = segment_sum(batch.mask.double(), batch.cu_seqlens)
+        for i, length, count in zip(batch.index, batch.sequence_lengths, counts):
             row = chosen[i]
-            assert length == data.lengths[row] and count == sum(data.mask[row].as_py()) > 1
+            assert length == data.sequence_lengths[row] and count == sum(data.mask[row].as_py()) > 1
 
 
 def test_a_response_may_be_messages(tokenizer, tmp_path):
@@ -183,11 +184,11 @@ def test_a_response_may_be_messages(tokenizer, tmp_path):
 def test_long_rows_are_left_out_or_cut_and_counted(tokenizer, tmp_path):
     rows = [{"prompt": "hi", "response": "a " * n} for n in (1, 30, 400)] + [{"prompt": "long " * 90, "response": "x"}]
     whole = load(tmp_path / "a.jsonl", rows, tokenizer)
-    limit = int(whole.lengths[1]) - 5
+    limit = int(whole.sequence_lengths[1]) - 5
     kept = load(tmp_path / "a.jsonl", rows, tokenizer, max_length=limit)
-    assert kept.lengths.tolist() == [whole.lengths[0]] and kept.loaded.num_filtered == 3
+    assert kept.sequence_lengths.tolist() == [whole.sequence_lengths[0]] and kept.loaded.num_filtered == 3
     cut = load(tmp_path / "a.jsonl", rows, tokenizer, max_length=limit, on_long_row="truncate")
-    assert cut.lengths.tolist() == [whole.lengths[0], limit, limit]
+    assert cut.sequence_lengths.tolist() == [whole.sequence_lengths[0], limit, limit]
     assert (cut.loaded.num_truncated, cut.loaded.num_filtered) == (2, 1)       # of the last no answer would be left
     assert cut.tokens[1].as_py() == whole.tokens[1].as_py()[:limit]
 

@@ -587,7 +587,7 @@ def own_masks(batches, seed=0) -> list[torch.Tensor]:
     """A term on some of the sampled tokens: about half of them, and none of response 4."""
     found = []
     for batch in batches:
-        numbers = 31 * batch.number[batch.sequence_ids] + batch.position_ids + seed
+        numbers = 31 * batch.number[batch.sequence_ids] + batch.sequence_positions + seed
         found.append(batch.mask & (numbers % 2 == 0) & (batch.index[batch.sequence_ids] != 4))
     return found
 
@@ -712,7 +712,7 @@ def selection_batch(seed=9):
 
 
 def chosen(batches, selected):
-    return {(int(b.index[b.sequence_ids[t]]), int(b.position_ids[t])) for b, s in zip(batches, selected)
+    return {(int(b.index[b.sequence_ids[t]]), int(b.sequence_positions[t])) for b, s in zip(batches, selected)
             for t in s.nonzero()[:, 0]}
 
 

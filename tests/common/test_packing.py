@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -72,10 +73,11 @@ def test_build_matches_lists(rows):
         for j in range(len(row["prompt"] + row["response"])):
             positions.append(j)
             owners.append(i)
-    assert batch.position_ids.tolist() == positions
+    assert batch.sequence_positions.tolist() == positions
     assert batch.sequence_ids.tolist() == owners
-    assert batch.lengths.tolist() == [len(row["prompt"] + row["response"]) for row in rows]
-    assert batch.host_lengths == batch.lengths.tolist()
+    assert batch.sequence_lengths.tolist() == [len(row["prompt"] + row["response"]) for row in rows]
+    assert batch.host_lengths == batch.sequence_lengths.tolist()
+    assert batch.response_lengths.tolist() == [max(sum(row["mask"]), 1) for row in rows]
     assert not batch.mask[batch.cu_seqlens[:-1].long()].any()           # never the first token of a sequence
     assert batch.cu_seqlens.dtype == torch.int32
     assert batch.tokens.dtype == batch.index.dtype == torch.int64
@@ -139,6 +141,29 @@ def test_build_refuses(arguments, message):
 def test_tool_output_needs_no_logp():
     batch = Batch.build([[1]], [[2, 3]], rollout_logps=[[math.nan, -0.5]], masks=[[False, True]])
     assert batch.rollout_logp.tolist() == [0, 0, -0.5]
+
+
+def test_what_is_kept_of_a_batch_follows_its_tensors():
+    """Also a change in place, and other tokens in a copy of the batch, for a pass with another prompt."""
+    batch = Batch.build([[1, 2, 3, 4], [1, 2, 3, 4]], [[5, 6], [5, 7]]).to("cpu", share_prompt=True)
+    assert batch.sampled.tolist() == [4, 5, 10, 11] and batch.host_lengths == [6, 6]
+    assert len(batch.shared_prefixes.run) == 7                          # 1 2 3 4 5 6 and 7
+    other = replace(batch, tokens=batch.tokens + torch.arange(12) // 6)
+    assert other.shared_prefixes is None and len(batch.shared_prefixes.run) == 7
+    longer = replace(batch, cu_seqlens=torch.tensor([0, 3, 12], dtype=torch.int32))
+    assert longer.host_lengths == [3, 9] and batch.host_lengths == [6, 6]
+    batch.mask[3] = True
+    assert batch.sampled.tolist() == [3, 4, 5, 10, 11]
+    batch.mask = batch.mask & (batch.tokens > 5)
+    assert batch.sampled.tolist() == [5, 11]
+
+
+@pytest.mark.parametrize("name", ["lengths", "position_ids", "row"])
+def test_names_that_mean_something_else_elsewhere_are_refused(name):
+    with pytest.raises(AttributeError, match=rf"^Batch has no {name}: write "):
+        getattr(Batch.build([[1]], [[2]]), name)
+    with pytest.raises(AttributeError, match=r"^Batch has no other$"):
+        Batch.build([[1]], [[2]]).other  # noqa: B018
 
 
 def test_batch_refuses_shapes_and_mixed_fields():
@@ -445,7 +470,8 @@ def test_mini_batches_without_responses_are_planned(num_responses):
 @given(samples(), st.integers(1, 3), st.integers(4, 30))
 def test_plan_then_microbatches_restores_the_batch(rows, world_size, budget):
     batch = build(rows).sort()
-    plan = plan_step(Sequences(batch.lengths.numpy(), batch.lengths.numpy()), 1, world_size, budget, 0)
+    lengths = batch.sequence_lengths.numpy()
+    plan = plan_step(Sequences(lengths, lengths), 1, world_size, budget, 0)
     microbatches = [batch.microbatch(responses) for microbatch in plan.minibatches[0] for responses in microbatch]
     assert all(len(microbatch.tokens) <= budget or len(microbatch) == 1 for microbatch in microbatches)
     assert unpack(Batch.cat(microbatches).sort()) == unpack(batch)

@@ -540,7 +540,7 @@ def test_a_prompt_far_above_the_limit_needs_no_tokenizer(tokenizer, tmp_path, mo
     for how, num_left in {"filter": 1, "truncate": 2}.items():
         config = ConversationConfig(max_length=64, on_long_row=how)
         data = load_conversations([str(tmp_path / "b.jsonl")], tokenizer, [2], config, parser)
-        assert len(data) == num_left and data.lengths[-1] == (64 if num_left == 2 else len(data.tokens[0]))
+        assert len(data) == num_left and data.sequence_lengths[-1] == (64 if num_left == 2 else len(data.tokens[0]))
         assert max(encoded) < 200_000
     whole = call(tokenizer, tokenizer.apply_chat_template(
         [{"role": "user", "content": "q"}, {"role": "assistant", "content": text[:500]}], tokenize=False))["input_ids"]

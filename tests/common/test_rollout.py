@@ -68,7 +68,7 @@ def test_what_shows_images_is_told_from_text(world):
         Response([7]), Response([7], prompt=tokens, images=["others"]), Response([7], prompt=[5], images=["others"]),
     ), strict=True):
         sample.prompt, sample.row, sample.response = prompt, 1, replace(response, logp=[-0.5], mask=[True])
-    assert gather_rollout(samples).batch.row.tolist() == [-1, -1, 1, 1, -2 - 4, -2 - 5]
+    assert gather_rollout(samples).batch.image_row.tolist() == [-1, -1, 1, 1, -2 - 4, -2 - 5]
 
 
 def test_a_rollout_knows_every_response(world):
@@ -79,7 +79,7 @@ def test_a_rollout_knows_every_response(world):
     assert rollout.response_lengths.tolist() == [1, 2, 3, 4] and rollout.prompt_lengths.tolist() == [3, 3, 4, 4]
     assert rollout.truncated.tolist() == [False, False, True, False]
     assert rollout.has_score.tolist() == [True, False, True, True]
-    assert rollout.lengths.tolist() == [4, 5, 7, 8]
+    assert rollout.sequence_lengths.tolist() == [4, 5, 7, 8]
 
 
 class Decoding:
@@ -414,7 +414,7 @@ def test_only_sequences_with_the_prompt_of_their_row_share_its_images(world):
         part.prompt = [2]
         part.images = object()
         samples[2].response.earlier.append(part)
-    rows = gather_rollout(samples).batch.row.tolist()
+    rows = gather_rollout(samples).batch.image_row.tolist()
     assert [row for row in rows if row >= -1] == [4, 4, 1, 1, 3, 3, -1, -1]
     own = [row for row in rows if row < -1]
     assert len(own) == len(set(own)) == 2
@@ -526,8 +526,8 @@ def test_advantages_that_are_scattered_must_be_0_for_those_left_out(world):
 def with_own_fields(batch: Batch) -> Batch:
     """Numbers that say where they stand: [T], [T, 3] and [S]."""
     index = batch.index[batch.sequence_ids]                                # [T]
-    batch.extra["place"] = (100 * index + batch.position_ids).double()
-    batch.extra["three"] = torch.stack([index, batch.position_ids, batch.tokens], dim=1)
+    batch.extra["place"] = (100 * index + batch.sequence_positions).double()
+    batch.extra["three"] = torch.stack([index, batch.sequence_positions, batch.tokens], dim=1)
     batch.response_extra["seven"] = 7 * batch.index.to(torch.int32)
     return batch
 

@@ -64,6 +64,7 @@ def update_of(minibatches, name="update_actor") -> Phase:
     run = SimpleNamespace(
         args=SimpleNamespace(policy=ModelConfig()),
         meter=Meter(), metrics={}, total_steps=1, world=SimpleNamespace(size=1), before_update=lambda model: None,
+        optimizers={"policy": None},
         policy=SimpleNamespace(router_changed=None, reported={}, mixture=None, gradient_terms=None),
         checkpoints=Looks())
     run.checkpoints.events = []
@@ -99,6 +100,7 @@ def test_a_broken_gradient_names_the_response_whose_advantage_or_return_is_not_f
 def test_a_microbatch_keeps_what_the_last_pass_said():
     """For the recorded rollouts, without the graph."""
     microbatch = Batch.build([[1]], [[2]])
+    microbatch.old_logp = torch.zeros(2)
     phase = update_of([[microbatch], [microbatch]])
     for entropy in ([1.0, 2.0], [6.0, 7.0]):
         logp = torch.zeros(2, requires_grad=True) - 1

@@ -190,7 +190,8 @@ BREAKS = [
         ("offsets of 64 bits", "(1, 0)).int()", "(1, 0))", "the kernel refuses", STEP),
         ("copy of a batch to the host not waited for", "non_blocking=not to_host", "non_blocking=True",
          "the host reads what was in its memory", REPORTS),
-        ("lengths asked of the GPU", '            moved.cache["host_lengths"] = None, self.host_lengths\n', "",
+        ("lengths asked of the GPU",
+         '            moved.keep("host_lengths", self.host_lengths, moved.cu_seqlens)\n', "",
          "the host waits at every micro-batch", STEP, READS),
     ),
     *of(

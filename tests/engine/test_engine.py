@@ -402,7 +402,7 @@ def test_a_probe_fits_into_the_shortest_responses(world, tmp_path):
     engine = make_engine(setup)
     engine.wake(load_policy(model, model_config, world))
     assert [len(r.tokens) for r in generate(engine, prompts, [0, 1], config)] == [3, 3]
-    assert engine._sample_probe().lengths.tolist() == [9 + 3, 4 + 3]
+    assert engine._sample_probe().sequence_lengths.tolist() == [9 + 3, 4 + 3]
     assert engine.sleep()["sync/probe_logp_diff"] < 2e-5
 
 
@@ -513,7 +513,7 @@ def test_the_probe_is_short_whatever_the_prompts(tiny_llama, world):
     engine = start("hf", tiny_llama, world, [[5, 17, 300, 41] * 200, [7] * 9], "float32")
     engine.wake(load_policy(tiny_llama, ModelConfig(compute_dtype="float32"), world))
     assert engine.probe == [[5, 17, 300, 41] * 64, [7] * 9]
-    assert (engine._sample_probe().lengths <= torch.tensor([256 + 8, 9 + 8])).all()
+    assert (engine._sample_probe().sequence_lengths <= torch.tensor([256 + 8, 9 + 8])).all()
     assert engine.sleep()["sync/probe_logp_diff"] < 2e-5
 
 

@@ -101,7 +101,7 @@ def test_a_trace_by_hand(played, tokenizer, engine):
     masks = [sample.response.mask for sample in sorted(samples, key=lambda sample: sample.index)]
     assert rollout.response_lengths.tolist() == [mask.count(True) for mask in masks]  # what denominators count
     assert rollout.other_lengths.tolist() == [mask.count(False) for mask in masks]
-    assert (rollout.lengths - rollout.prompt_lengths.numpy()).tolist() == [len(mask) for mask in masks]
+    assert (rollout.sequence_lengths - rollout.prompt_lengths.numpy()).tolist() == [len(mask) for mask in masks]
     assert metrics["num_turns/mean"] == 3 and metrics["episode/done_frac"] == 1
     assert metrics["episode/num_sequences"] == 1 and metrics["reward/error_frac"] == 0
 

@@ -103,7 +103,7 @@ def advantages(samples: list[Sample], world, num_minibatches: int, max_tokens: i
     of_units = group_advantages(unit_rewards, group, norm_by_std=True)
     advantage = of_units[units.index][units.sequence_ids] * batch.mask
     reward = losses.on_last_token(unit_rewards.nan_to_num()[units.index], batch.mask, units.cu_seqlens)
-    keys = zip(batch.number[batch.sequence_ids].tolist(), batch.position_ids.tolist())
+    keys = zip(batch.number[batch.sequence_ids].tolist(), batch.sequence_positions.tolist())
     values = zip(batch.mask.tolist(), advantage.tolist(), reward.tolist())
     return {key: value for key, value in zip(keys, values) if key[0] >= 0}
 

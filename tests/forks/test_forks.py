@@ -616,6 +616,11 @@ TWICE = (r"error: run.sample was called twice with the seed \(0,\): both calls w
          r"give it a further number after the step, another in each call")
 
 
+RATIO_OF_1 = (r"error: the phase update_actor comes after an optimizer step on these responses, and "
+              r"microbatch.old_logp is None: the current policy would be taken for the one before, and each ratio be "
+              r"1: make num_updates the number of optimizer steps on a rollout")
+
+
 @pytest.mark.parametrize(("fork", "ranks", "expected"), [
     ("sampled_twice", 1, TWICE), ("two_temperatures_in_one_pass", 1, TWICE),
     ("two_temperatures_uncollected", 1, r"error: run.sample: the responses of the call before are not collected, and "
@@ -632,12 +637,59 @@ TWICE = (r"error: run.sample was called twice with the seed \(0,\): both calls w
                           r"them with the same seed on all ranks, np.random.default_rng\(seed_of\(args.seed, .*"),
     ("state_of_a_rank", 2, r"error: run.script_state differs between ranks, and a checkpoint holds that of the first: "
                            r".*"),
+    ("lengths_of_sequences", 1, r"AttributeError: Batch has no lengths: write response_lengths, the tokens that the "
+                                r"policy sampled, or sequence_lengths, with the prompt's"),
+    ("positions_of_sequences", 1, r"AttributeError: Batch has no position_ids: write segment_cumsum\(.*\), which is 1 "
+                                  r"at the first token that the policy sampled, or sequence_positions, which begin with"
+                                  r" the prompt"),
+    ("row_of_a_batch", 1, r"AttributeError: Batch has no row: write rollout.row\[batch.index.cpu\(\)\] for the row of "
+                          r"the data; image_row is -1 without images"),
+    ("bonus_with_a_gradient", 1, r"error: the advantage has a gradient, which would flow into what it was made of \(a "
+                                 r"log-prob, an entropy, a value\): write .detach\(\) after that, or .*"),
+    ("scheduler_of_its_own", 1, r"error: this script has set the learning rate 0.0005, and optimizer_step sets 0.001, "
+                                r"by its `config` and the step: give it replace\(args.optim, lr=RATE, .*"),
+    ("optimizer_of_its_own", 1, r"error: the phase update_actor: no checkpoint holds this optimizer, and a resumed run "
+                                r"would begin it anew: use that of run.load_policy, or put yours there before .*"),
+    ("in_loss_of_factors", 1, r"error: run.to_minibatches: in_loss is torch.float64 of shape \[16\], must be "
+                              r"torch.bool of shape \[16\]: .*"),
+    ("advantages_of_groups", 1, r"error: to_tokens: the numbers have the shape \[4, 4\], must be \[S\], one for each "
+                                r"response of the step: flatten\(\) makes \[S\] of \[P, G\]"),
+    ("whitened_with_prompts", 2, r"error: the advantage is -?[\d.]+ on every token that the policy did not sample, as "
+                                 r"if a mean was taken over these, too: whiten\(advantage, batch.mask\) is over .*"),
+    ("four_minibatches", 1, RATIO_OF_1),
+    ("four_passes", 1, RATIO_OF_1),
 ])
 def test_what_would_be_wrong_in_silence_is_refused(start, fork, ranks, expected):
     """Each response twice in its group; baselines that a resumed run would not find, or that are another rank's."""
-    done = start(fork, *UNSAVED, ranks=ranks, check=False)
+    done = start(fork, *STOPS, *UNSAVED, ranks=ranks, check=False)
     assert done.returncode
     assert re.search(expected, done.stderr), done.stderr               # ranks may write into one line
+
+
+def test_the_ratio_of_a_response(start, unchanged):
+    """GSPO's, the geometric mean over the tokens that were sampled: where it is 1, its gradient is that of grpo.py's
+    ratios. On two ranks, too."""
+    run = start("lengths_of_responses", *STOPS, *UNSAVED, "--total-steps", "1", ranks=2)
+    expected = metrics_of(unchanged)[0]["actor/grad_norm"]
+    assert metrics_of(run)[0]["actor/grad_norm"] == pytest.approx(expected, rel=1e-5) and expected > 0
+
+
+def test_a_narrower_mask_before_the_ranks_exchange(start):
+    """Responses that are left out count with as many tokens as the others: the first four."""
+    flags = [*STOPS, *UNSAVED, "--total-steps", "1"]
+    run, all_ran = start("first_tokens", *flags, ranks=2), start("first_tokens", *flags, "--run-zero-advantage")
+    assert try_script.compare(run, all_ran).startswith("the same gradient norms, ")
+    rows = rows_of(all_ran)
+    total = sum(sum(row["token_advantage"][:4]) for row in rows)
+    counted = sum(min(row["response_length"], 4) for row in rows)
+    assert metrics_of(run)[0]["actor/pg_loss"] == pytest.approx(-total / counted, abs=1e-6)
+    assert counted < sum(row["response_length"] for row in rows)
+
+
+def test_a_learning_rate_of_its_own(start):
+    """A function of the step, in the config of optimizer_step: nobody sets another, also after a resume."""
+    run = start("rate_of_its_own", *THREE_STEPS)
+    assert [numbers["actor/lr"] for numbers in metrics_of(run)] == pytest.approx([1e-3, 1e-4, 1e-5])
 
 
 def test_a_step_may_keep_few_groups_or_none(start):

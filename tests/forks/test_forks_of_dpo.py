@@ -148,6 +148,17 @@ def test_odds_of_a_ratio_to_a_reference_are_refused(scripts, pairs, tmp_path):
                         r"nan: the loss must have a finite slope there", done.stderr.strip().splitlines()[-1])
 
 
+@pytest.mark.parametrize(("fork", "expected"), [
+    ("simpo_over_prompts", r"AttributeError: ConversationSet has no lengths: write answer_lengths\(numbers\) for the "
+                           r"tokens of answers, sequence_lengths\[numbers\] for these and the prompts'"),
+    ("two_passes", r"error: the phase update_actor has 2 passes, and the coefficients of all of them were made from "
+                   r"log-probs or rewards of before the first: one phase a pass, and score before each"),
+])
+def test_what_would_be_wrong_in_silence_is_refused(fork, expected, scripts, pairs, tmp_path):
+    done = launch(scripts[fork], *FLAGS, *pairs, "--run-dir", tmp_path / "run", warm=True, check=False)
+    assert done.returncode and re.fullmatch(expected, done.stderr.strip().splitlines()[-1]), done.stderr
+
+
 def test_pairs_of_a_micro_batch_are_found(scripts, pairs, tmp_path):
     """Two answers need not share a micro-batch: `make test` sees another gradient."""
     command = [scripts["simpo_in_the_update"], *FLAGS, *pairs, "--total-steps", "1", "--run-dir"]

@@ -45,7 +45,7 @@ def kept_bytes(config, change: Callable = lambda model: None, lengths: tuple[int
     row = make_row(batch, False, None)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         out = model.base_model(
-            input_ids=batch.tokens[None], position_ids=batch.position_ids[None], use_cache=False, **row.layout
+            input_ids=batch.tokens[None], position_ids=batch.sequence_positions[None], use_cache=False, **row.layout
         )
     found.pop(out.last_hidden_state.untyped_storage().data_ptr(), None)
     return sum(x.untyped_storage().nbytes() for address, x in found.items() if address not in weights) / sum(lengths)

@@ -103,7 +103,7 @@ def test_without_sharing_it_is_the_cost_of_the_sequences_with_a_smaller_head():
     config = Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
     batch = make_batch()
     not_sampled = int((~batch.mask).sum())
-    want = sequence_cost(batch.lengths.numpy(), config).sum() - not_sampled * 2 * 32 * 61
+    want = sequence_cost(batch.sequence_lengths.numpy(), config).sum() - not_sampled * 2 * 32 * 61
     assert microbatch_flops(batch, config, share_prompt=False) == want
 
 

@@ -54,7 +54,7 @@ def by_transformers(folder: str, batch: Batch) -> tuple[float, Tensor, dict[str,
 
 
 def in_parts(batch: Batch, parts: int) -> list[Batch]:
-    return [batch.select(torch.arange(len(batch.lengths))[part::parts]) for part in range(parts)]
+    return [batch.select(torch.arange(len(batch.sequence_lengths))[part::parts]) for part in range(parts)]
 
 
 def update(policy: Policy, minibatch: list[Batch]) -> tuple[dict[str, Tensor], Tensor, Tensor]:

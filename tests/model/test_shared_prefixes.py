@@ -82,21 +82,21 @@ def test_each_node_of_the_trie_runs_once(seed):
     shared = batch.shared_prefixes
     assert len(shared.run) == len(nodes) < len(batch.tokens)
     assert batch.tokens[shared.run][shared.row].tolist() == batch.tokens.tolist()
-    assert batch.position_ids[shared.run][shared.row].tolist() == batch.position_ids.tolist()
+    assert batch.sequence_positions[shared.run][shared.row].tolist() == batch.sequence_positions.tolist()
     # a segment's keys are a whole sequence, its queries are the last of them, and no other token runs
     keys = shared.key_rows.split(shared.cu_seqlens_k.diff().tolist())
     queries = torch.arange(len(shared.run)).split(shared.cu_seqlens.diff().tolist())
     for rows, new in zip(keys, queries, strict=True):
         assert torch.equal(rows[-len(new) :], new)
         assert batch.tokens[shared.run[rows]].tolist() in texts(batch)
-        assert batch.position_ids[shared.run[rows]].tolist() == [*range(len(rows))]
+        assert batch.sequence_positions[shared.run[rows]].tolist() == [*range(len(rows))]
     assert len(shared.key_rows) <= len(batch.tokens)
 
 
 def test_images_and_experts_that_may_differ_are_not_shared():
     """With images a sequence shares with its own row, up to the first sampled token; experts must be the same."""
     batch = build([([5, 6, 7], [8, 9], [True, True])] * 4)
-    batch.row = torch.tensor([3, 3, 4, -5])
+    batch.image_row = torch.tensor([3, 3, 4, -5])
     assert len(batch.shared_prefixes.run) == 5 + 2 + 5 + 5
     batch = build([([5, 6, 7], [8, 9], [True, True])] * 3)
     batch.routing = torch.zeros(15, 2, 2, dtype=torch.int16)
@@ -119,7 +119,7 @@ def log_probs(policy: Policy, batches: list[Batch]) -> list[torch.Tensor]:
     found: dict[int, torch.Tensor] = {}
     for batch in batches:
         logp, entropy = policy(batch, 0.7)
-        weight = torch.sin(batch.number[batch.sequence_ids] * 7.0 + batch.position_ids).to(logp.dtype)
+        weight = torch.sin(batch.number[batch.sequence_ids] * 7.0 + batch.sequence_positions).to(logp.dtype)
         ((logp + 0.1 * entropy) * weight).sum().backward()
         both = torch.stack([logp, entropy], dim=1).detach()
         found |= dict(zip(batch.number.tolist(), both.split(batch.host_lengths)))
@@ -212,7 +212,7 @@ def test_a_micro_batch_holds_what_was_planned(seed, max_tokens, most_keys):
     for one, other in pairwise(order):
         if group[one] != group[other]:
             assert not common[[*order].index(other)]
-    lengths = batch.lengths.numpy()
+    lengths = batch.sequence_lengths.numpy()
     runs = np.random.default_rng(seed).random(len(lengths)) < 0.8
     sequences = Sequences(lengths, lengths, runs, order=order, common=common[order.argsort()], most_keys=most_keys)
     plan = plan_step(sequences, 2, 2, max_tokens, seed)
@@ -236,7 +236,7 @@ def test_what_shares_is_planned_together():
     generator = random.Random(0)
     episodes = [rewritten(generator, draw(generator), 5) for _ in range(2)]
     batch = build([x for episode in episodes for x in episode])
-    lengths = batch.lengths.numpy()
+    lengths = batch.sequence_lengths.numpy()
     order, common = sort_by_prefix(batch.tokens, batch.mask, batch.cu_seqlens, None, None,
                                    torch.arange(2).repeat_interleave(5))
     budget = max(len(build(episode).shared_prefixes.run) for episode in episodes)

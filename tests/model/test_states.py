@@ -56,7 +56,7 @@ def draw(n: int, generator: torch.Generator) -> list[int]:
 
 
 def layout_of(batch: Batch) -> dict:
-    return make_row(batch, False, None).layout | {"position_ids": batch.position_ids[None]}
+    return make_row(batch, False, None).layout | {"position_ids": batch.sequence_positions[None]}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -114,7 +114,7 @@ def test_sequences_go_on_from_the_state_of_what_they_share(family, monkeypatch):
     model.set_attn_implementation("packed_sdpa")
     row = make_row(batch, True, None, has_states=True)
     assert len(row.run) < 0.8 * len(batch.tokens)
-    told = row.layout | {"position_ids": batch.position_ids[None, row.run], "use_cache": False}
+    told = row.layout | {"position_ids": batch.sequence_positions[None, row.run], "use_cache": False}
     for dtype in (torch.float64, torch.float32):
         model.to(dtype)
         with Float64() if dtype == torch.float64 else nullcontext():

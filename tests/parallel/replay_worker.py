@@ -52,7 +52,7 @@ def run(case: Case, folder: str, step: Step, world: ranks.World, budget: int = 2
 
     def send(batch, destination):
         routing = [told(step, number) for number in batch.number.tolist()]
-        batch.routing = routing_of(batch.lengths.tolist(), routing if mode == "rollout" else [])
+        batch.routing = routing_of(batch.sequence_lengths.tolist(), routing if mode == "rollout" else [])
         return exchange(batch, destination)
 
     order = list(range(len(step.prompts)))

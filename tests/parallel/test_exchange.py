@@ -47,9 +47,9 @@ def check_round_trip(rank: int, world_size: int, seed: int) -> None:
     local = whole.select(mine) if len(mine) or seed % 2 else Batch.build([], [])
 
     reward = torch.tensor([rng.gauss(0, 1) for _ in range(num_responses)])
-    gathered = gather_numbers(torch.stack([local.lengths, reward[local.index]], dim=1), local.index)
+    gathered = gather_numbers(torch.stack([local.sequence_lengths, reward[local.index]], dim=1), local.index)
     assert gathered.dtype == torch.float64
-    assert torch.equal(gathered, torch.stack([whole.lengths.double(), reward.double()], dim=1))
+    assert torch.equal(gathered, torch.stack([whole.sequence_lengths.double(), reward.double()], dim=1))
 
     lengths = gathered[:, 0].long().numpy()
     plan = plan_step(Sequences(lengths, lengths.astype(float)), min(2, num_responses), world_size, 12, seed)
@@ -105,7 +105,7 @@ def check_dummy_under_fsdp(rank: int, world_size: int) -> None:
         return torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 8))
 
     whole = Batch.build([[1, 2]], [[3, 4, 5]])
-    plan = plan_step(Sequences(whole.lengths.numpy(), np.ones(1)), 1, world_size, 100, 0)
+    plan = plan_step(Sequences(whole.sequence_lengths.numpy(), np.ones(1)), 1, world_size, 100, 0)
     arrived = exchange(whole if rank == 0 else Batch.build([], []), plan.rank if rank == 0 else [])
     batch = arrived.microbatch(plan.minibatches[0][0][rank])
     assert (batch.index.tolist() == [-1]) == (rank != plan.rank[0])

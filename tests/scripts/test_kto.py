@@ -17,7 +17,7 @@ import kto
 from common.curriculum.sampler import PromptSampler
 from common.dataset.conversations import ConversationConfig, RowParser, load_conversations
 from common.dataset.labelled import mismatched
-from common.metrics import label_metrics
+from common.tracking.preferences import label_metrics
 from tests.conftest import launch, launch_all
 from tests.scripts.test_supervised import check_exact_resume, check_same_training, metrics_of, weights_of, write
 

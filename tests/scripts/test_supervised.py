@@ -24,11 +24,11 @@ from common.curriculum.sampler import PromptSampler
 from common.dataset.conversations import ConversationConfig, RowParser, check_supervised, load_conversations
 from common.engine.base import RolloutConfig
 from common.engine.make import check_rollout
-from common.metrics import preference_metrics
 from common.model.loading import Weights, load_policy, read_config
 from common.model.policy import ModelConfig
 from common.segments import segment_sum
 from common.tracking.logger import LogConfig
+from common.tracking.preferences import preference_metrics
 from common.training import Training
 from tests.checkpoint.faulty import server
 from tests.conftest import FAST_DTYPE, ROOT, launch, launch_all

@@ -327,7 +327,8 @@ def test_a_made_up_batch_uses_each_part_of_a_loss():
         assert ((batch.logp[1] - batch.old_logp).exp() > 3).any()                       # the dual clip's place
         kl = torch.expm1(batch.ref_logp - batch.logp[1]) - (batch.ref_logp - batch.logp[1])
         assert kl.max() > 1 and not (kl > 10).any()
-        assert len(batch.lengths.unique()) > 4 and (batch.rollout_logp == batch.rollout_logp.float().double()).all()
+        assert len(batch.lengths.unique()) > 4
+        assert (batch.rollout_logp == batch.rollout_logp.float().double()).all()
 
 
 def test_what_float32_cannot_hold_is_no_difference():

@@ -76,7 +76,7 @@ def microbatch(tokenizer, mine: list[int]) -> Batch:
     batch.index[0], batch.mask[:3] = -1, False
     i = batch.index[batch.sequence_ids].float()                         # [T]
     first = torch.tensor([2, *(len(prompts[i]) for i in mine)])
-    t = (batch.position_ids - first[batch.sequence_ids]).float()
+    t = (batch.sequence_positions - first[batch.sequence_ids]).float()
     batch.old_logp, batch.advantage = -(i + t / 100), i * batch.mask
     batch.last_pass = {"logp": batch.old_logp, "entropy": t, "actor/ratio": 1 + i / 10,
                        "actor/pg_clipfrac": (t == 1).float(), "actor/pg_clipfrac_lower": 0 * t}
@@ -120,7 +120,7 @@ def metrics(rank: int, size: int) -> dict[str, float]:
         other_lengths=torch.zeros(4), num_sequences=torch.ones(4), truncated=torch.tensor([False, False, True, False]),
     )
     minibatches = [[SimpleNamespace(tokens=torch.zeros(int(lengths[i])))] for i in mine[rank]]
-    found = step_metrics(meter, timer, world, rollout.lengths, minibatches, (8e9, 5e9, 0))
+    found = step_metrics(meter, timer, world, rollout.sequence_lengths, minibatches, (8e9, 5e9, 0))
     return found | rollout_metrics(rollout, 17, 2.0, max_prompt_length=8, max_response_length=10)
 
 

@@ -57,7 +57,8 @@ def update(policy, world: ranks.World, minibatch: Minibatch, terms: GradientTerm
     policy.gradient_terms = terms
     run = SimpleNamespace(
         args=SimpleNamespace(policy=ModelConfig()), meter=Meter(), metrics={}, total_steps=1, world=world, step=0,
-        before_update=lambda model: None, policy=policy, checkpoints=SimpleNamespace(check=lambda: None))
+        before_update=lambda model: None, policy=policy, optimizers={"policy": None},
+        checkpoints=SimpleNamespace(check=lambda: None))
     gradients = []
 
     def keep(model, *_):

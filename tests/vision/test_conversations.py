@@ -119,7 +119,8 @@ def test_tokens_and_trained_tokens_are_those_of_the_models_own_processor(model, 
         assert ours == tokens[: len(ours)] and {*tokens[len(ours) :]} <= {198}          # a line's end after the last
         assert mask == is_answer(model, tokens)[: len(ours)] and any(mask)
         assert data.images[n].as_py() == (bytes_of(files) or None)
-    assert data.tokens[0] == data.tokens[4] and data.lengths.tolist() == [len(x) for x in data.tokens.to_pylist()]
+    assert data.tokens[0] == data.tokens[4]
+    assert data.sequence_lengths.tolist() == [len(x) for x in data.tokens.to_pylist()]
 
 
 def test_loss_and_gradient_of_conversations_are_those_of_each_alone(model, world, tmp_path):

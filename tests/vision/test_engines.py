@@ -30,7 +30,7 @@ def sample(engine, prompts, policy, begun: list[int] | None = None) -> float:
     batch = Batch.build([prompts[row].tokens for row in rows], [response.tokens for response in responses],
                         rollout_logps=[response.logp for response in responses],
                         masks=[[n >= len(begun) for n in range(len(response.tokens))] for response in responses])
-    batch.row = torch.tensor([row if prompts[row].images else -1 for row in rows])
+    batch.image_row = torch.tensor([row if prompts[row].images else -1 for row in rows])
     logp = policy.score(batch.to("cpu", policy.share_prompt), 1.0)
     assert batch.mask.sum() > 60
     return float((logp - batch.rollout_logp)[batch.mask].abs().max())

@@ -27,7 +27,7 @@ RESPONSES = {0: [[5, 7, 2], [900, 901, 902, 903]], 1: [[8, 2]], 2: [[4098, 17, 4
 def batch_of(prompts, order: list[tuple[int, int]]) -> Batch:
     """Responses (row, number of the row's response), as `to_minibatches` makes them."""
     batch = Batch.build([prompts[row].tokens for row, _ in order], [RESPONSES[row][n] for row, n in order])
-    batch.row = torch.tensor([row if prompts[row].images else -1 for row, _ in order])
+    batch.image_row = torch.tensor([row if prompts[row].images else -1 for row, _ in order])
     return batch
 
 

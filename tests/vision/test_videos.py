@@ -191,7 +191,7 @@ def test_packed_rows_have_the_log_probs_and_gradient_of_each_alone(share_prompt,
     for groups in ([order], [[row] for row in order]):
         for rows in groups:
             batch = Batch.build([prompts[row].tokens for row in rows], [RESPONSES[row] for row in rows])
-            batch.row = torch.tensor([row if prompts[row].images else -1 for row in rows])
+            batch.image_row = torch.tensor([row if prompts[row].images else -1 for row in rows])
             batch = batch.to("cpu", share_prompt)
             logp, _ = policy(batch, 1.0)
             found = torch.cat([expected[order.index(row)] for row in rows])
