@@ -188,6 +188,40 @@ def test_older_weights_are_not_loaded_over_newer_ones(pool, model, tmp_path):
         pool.wait_ready(60.0)
 
 
+def test_two_runs_that_share_a_server_never_take_each_others_tokens(server, model, tmp_path):
+    """Both ask for responses of one token, as fast as they can; the one that came first ends in a line."""
+    factors = {"weights_a": 1.0, "weights_b": 1.5}
+    pools = {}
+    taken = {run: [] for run in factors}
+    number = 0
+    end = time.monotonic() + 90
+    try:
+        for run, factor in factors.items():
+            pools[run] = Pool(lambda: [server.url], os.environ[KEY], Limits(20.0, 3600.0), Needs("float32", 512, SIZES),
+                              64, loads=True)
+            weights = weights_of(model, tmp_path / run, factor)
+            pools[run].present(weights.folder, f"{run}-000000")
+            while len(taken[run]) < 100 and time.monotonic() < end:
+                for other, pool in pools.items():
+                    while len(pool.open) < 24:
+                        number += 1
+                        sample(pool, number, 1)
+                    taken[other] += [answer for _, answer in pool.take(0.01)]
+        while not pools["weights_a"].are_taken and time.monotonic() < end:
+            time.sleep(0.05)
+        assert pools["weights_a"].are_taken and pools["weights_b"].num_ready == 1
+        assert "which another run gave it since: two runs cannot share a server" in pools["weights_a"].troubles()
+    finally:
+        for pool in pools.values():
+            pool.close()
+    for run, factor in factors.items():
+        assert len(taken[run]) >= 100
+        tokens = sorted({token for answer in taken[run] for token in answer.tokens})
+        expected = {token: logp_of(model, factor, [token], [*range(5, 40)])[0] for token in tokens}
+        for answer in taken[run]:
+            assert answer.logp[0] == pytest.approx(expected[answer.tokens[0]], abs=1e-4)
+
+
 def test_a_server_without_a_key_in_the_request_answers_nothing(server, model, small_train, tmp_path):
     done = launch("grpo.py", "--model", model, "--train-data", small_train, *FLAGS, "--rollout.engine", "server",
                   "--rollout.servers", server.url, "--rollout.server-timeout-s", "5", "--total-steps", "1",
