@@ -68,7 +68,8 @@ class HeldWeights:
 
 
 async def transfer(client: Client, held: Held, version: str) -> None:
-    """In an update that has begun. `version`: its name. Raises Gone; the worker closes its own end, whatever happens."""
+    """In an update that has begun. `version`: its name. Raises Gone; the worker closes its own end, whatever
+    happens."""
     thread = f"transfer to {client.url}"
     if sum(one.name == thread for one in threading.enumerate()) >= MOST_HANGING:
         raise Gone(client.line(f"{MOST_HANGING} transfers of weights to it hang: start it with another port"))

@@ -86,21 +86,17 @@ def test_in_turn_a_server_samples_what_the_engine_in_process_does(server, model,
     must_be_the_same(tmp_path / "gloo", tmp_path / "own", 3)
 
 
-EPISODE = ["--rollout.episode", "envs/guess_number.py", "--rollout.max-turns", "4", "--rollout.max-response-length", "150",
-           "--reward.num-workers", "1", "--train-data"]
 VARIANTS = {
     "two trainers": ["grpo.py"],
-    "texts that end a response": ["grpo.py", "--rollout.stop", "e", " the", "--rollout.temperature", "0.8"],
-    "filters": ["grpo.py", "--rollout.top-p", "0.7", "--rollout.top-k", "50", "--rollout.temperature", "1.3",
-                "--correction.weights", "token"],
-    "one token": ["grpo.py", "--rollout.max-response-length", "1"],
-    "adapters": ["grpo.py", "--lora.rank", "4"],
-    "episodes": ["grpo.py", *EPISODE],
-    "episodes and samplers": ["async_grpo.py", "--samplers", "1", "--correction.weights", "token", *EPISODE],
+    "texts that end a response, and filters": [
+        "grpo.py", "--rollout.stop", "e", " the", "--rollout.temperature", "0.8", "--rollout.top-p", "0.7",
+        "--rollout.top-k", "50", "--correction.weights", "token"],
+    "episodes and samplers": [
+        "async_grpo.py", "--samplers", "1", "--correction.weights", "token", "--rollout.episode",
+        "envs/guess_number.py", "--rollout.max-turns", "4", "--rollout.max-response-length", "150",
+        "--reward.num-workers", "1", "--train-data"],
     "more groups than are trained": ["dapo.py", "--keep-surplus", "--correction.preset", "decoupled-token-is"],
-    "values": ["ppo.py"],
-    "a greedy baseline": ["rloo.py", "--baseline", "remax"],
-    "a teacher": ["distill.py", "--samples-per-prompt", "2", "--teacher"],
+    "a greedy baseline": ["rloo.py", "--baseline", "remax", "--rollout.max-response-length", "1"],
 }
 WITH_TWO_RANKS = ("two trainers", "episodes and samplers")
 SAMPLED = ("index", "tokens", "mask", "finish_reason", "end_reason", "score")
@@ -110,8 +106,6 @@ SAMPLED = ("index", "tokens", "mask", "finish_reason", "end_reason", "score")
 def test_whatever_is_sampled_is_what_the_engine_in_process_samples(variant, server, model, small_train, tmp_path):
     """Tokens, their log-probs, why they end, and what is learned of them."""
     script, *flags = VARIANTS[variant]
-    if flags[-1:] == ["--teacher"]:
-        flags.append(model)
     if flags[-1:] == ["--train-data"]:
         subprocess.run([sys.executable, "data/guess_number.py", "--out", tmp_path / "data", "--num-train", "32"],
                        check=True, cwd=ROOT)
@@ -127,7 +121,7 @@ def test_whatever_is_sampled_is_what_the_engine_in_process_samples(variant, serv
             assert [row[name] for name in SAMPLED] == [other[name] for name in SAMPLED]
             assert row["rollout_logp"] == pytest.approx(other["rollout_logp"], abs=1e-5, nan_ok=True)
             num_tokens += len(row["tokens"])
-    assert num_tokens > 20
+    assert num_tokens > 5
     gradients = [[line["actor/grad_norm"] for line in metrics_of(tmp_path / name)] for name in ("server", "own")]
     assert gradients[0] == pytest.approx(gradients[1], rel=1e-6) and max(gradients[0]) > 0
 
