@@ -12,6 +12,7 @@ import http.client
 import json
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -32,6 +33,7 @@ ASK_AGAIN_S = 0.5
 STOP_S = 20.0
 """Seconds that a server may take to end before it is killed."""
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+DEVICES = Path("/dev")
 MOST_FAILED = 3
 """Starts without an answer after which a server is left as it is."""
 
@@ -40,6 +42,7 @@ def main() -> None:
     args, others = parser().parse_known_args()
     try:
         check(args)
+        check_machine(args)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -111,6 +114,31 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError("--seeds is for --engine sglang: vLLM's responses follow from their seeds anyway")
 
 
+def check_machine(args: argparse.Namespace) -> None:
+    """Raises ValueError for what this machine does not have."""
+    if shutil.which(args.python) is None:
+        raise ValueError(f"--python {args.python} is no program: name the Python of the environment that has the "
+                         f"engine, such as .venv/bin/python")
+    is_path = args.model.startswith((".", "/", "~")) or args.model.count("/") > 1
+    if is_path and not Path(args.model).is_dir():
+        raise ValueError(f"--model {args.model} is no folder here: name a Hugging Face folder, or a hub name")
+    if not args.gpus and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        num_gpus = len(list(DEVICES.glob("nvidia[0-9]*")))
+        if num_gpus:
+            raise ValueError(f"--gpus 0 serves on the CPU, and this machine has {num_gpus} GPUs: set --gpus, or "
+                             f"CUDA_VISIBLE_DEVICES= to serve on the CPU")
+    family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
+    for index in range(num_servers(args)):
+        port = args.port + index
+        try:
+            socket.create_server((args.host, port), family=family).close()
+        except OSError as error:
+            reason, _, _ = str(error.strerror).partition(" (")
+            raise ValueError(f"--host {args.host} --port {port}: {reason}; the servers here would have the "
+                             f"ports {args.port} to {args.port + num_servers(args) - 1}: choose others with --port"
+                             ) from None
+
+
 def num_servers(args: argparse.Namespace) -> int:
     return args.gpus // args.tp or args.servers or 1
 
@@ -130,6 +158,7 @@ class Server:
         self.gpus = visible_gpus(args.gpus)[index * args.tp : (index + 1) * args.tp] if args.gpus else []
         self.others = others
         self.log = Path(args.logs) / f"{self.port}.log"
+        self.log_start = 0  # bytes of earlier starts
         self.process: subprocess.Popen | None = None
         self.key_file = ""  # which SGLang reads as it starts
         self.answers = False
@@ -151,6 +180,7 @@ class Server:
             command = vllm_command(self.args, bool(key))
         command += ["--host", self.args.host, "--port", str(self.port), *self.others]
         file = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self.log_start = os.fstat(file).st_size
         with os.fdopen(file, "ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment,
                                             start_new_session=True)
@@ -267,7 +297,7 @@ def watch(servers: list[Server], args: argparse.Namespace) -> None:
             code = server.process.poll() if server.process is not None else None
             if code is not None:
                 print(f"server {server.url} has ended with code {code}: the last lines of {server.log}:\n"
-                      f"{last_lines(server.log)}", flush=True)
+                      f"{last_lines(server.log, server.log_start)}", flush=True)
                 num_changed += 1
                 server.end()
                 server.process = None
@@ -300,8 +330,9 @@ def write_addresses(file: Path, urls: list[str]) -> None:
     own.replace(file)
 
 
-def last_lines(file: Path) -> str:
-    return "\n".join(file.read_text(errors="replace").splitlines()[-10:])
+def last_lines(file: Path, start: int) -> str:
+    """Of what follows the first `start` bytes."""
+    return "\n".join(file.read_bytes()[start:].decode(errors="replace").splitlines()[-10:])
 
 
 def stop(number: int, _: Any) -> None:

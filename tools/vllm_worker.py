@@ -54,9 +54,10 @@ class Extension:
             "sizes": {name: getattr(text, name) for name in SIZES},
         }
 
-    def compared_tensors(self) -> dict[str, int]:
-        """How many tensors were compared at the last update."""
-        return {"count": self.weight_transfer_engine.num_compared}
+    def loaded(self) -> dict[str, Any]:
+        """The version of the last update, and how many tensors were compared."""
+        engine = self.weight_transfer_engine
+        return {"count": engine.num_compared, "version": engine.version}
 
 
 @dataclass
@@ -71,6 +72,7 @@ class TrainerUpdate(WeightTransferUpdateInfo):
     dtype_names: list[str] = field(default_factory=list)
     shapes: list[list[int]] = field(default_factory=list)
     sums: dict[str, tuple[int, int]] = field(default_factory=dict)  # as `as_numbers` gives them
+    version: str = ""  # the name that the trainer gives these weights
 
 
 class TrainerEngine(WeightTransferEngine[TrainerInit, TrainerUpdate]):
@@ -84,6 +86,7 @@ class TrainerEngine(WeightTransferEngine[TrainerInit, TrainerUpdate]):
         """The run and the version of the weights that were loaded last from a folder."""
         self.group: Group | None = None
         self.num_compared = 0
+        self.version = ""  # of the weights that are held; "": none, or a part of some
         self.name_of = engine_name(model)
         self.weights = EngineWeights(model, vllm_config, self.model_config.dtype, device.type == "cpu")
 
@@ -108,6 +111,7 @@ class TrainerEngine(WeightTransferEngine[TrainerInit, TrainerUpdate]):
         """Load all weights of the folder, or of the group, which ends here. Raises ValueError if they are older than
         those that are held, which a request may be that a stopped server reads late, and if this model has other
         weights or then does not hold them. Raises RuntimeError if the trainer is gone."""
+        self.version = ""
         try:
             if update_info.folder:
                 folder = Path(update_info.folder)
@@ -118,6 +122,7 @@ class TrainerEngine(WeightTransferEngine[TrainerInit, TrainerUpdate]):
                 self.held = (run, version)
             else:
                 self._load(self._received(update_info), update_info.sums)
+            self.version = update_info.version
         finally:
             self.shutdown()
 

@@ -24,7 +24,7 @@ from common.flags.rollout import SamplingConfig
 from common.flags.servers import read_addresses
 from common.parallel.ranks import all_gather_objects, all_max, on_main
 from common.servers.client import Limits, ServerError
-from common.servers.dialect import Answer, Ask, Needs, Weights
+from common.servers.dialect import RUN, Answer, Ask, Needs, Weights
 from common.servers.folder import WeightFolder
 from common.servers.pool import Pool
 from common.servers.transfer import HeldWeights
@@ -77,7 +77,7 @@ class ServerEngine(Engine):
         self.names = PublishedNames(setup.hf_config)
         self.weights: WeightFolder | HeldWeights | None = None
         if setup.world.rank == 0:
-            run = f"weights_{self.name}"
+            run = f"{RUN}{self.name}"
             if config.server_transfer == "folder":
                 self.weights = WeightFolder(Path(config.server_weights or own_folder()), run, self.dtype)
             else:
@@ -130,6 +130,8 @@ class ServerEngine(Engine):
         start = time.monotonic()
         if self.pool.num_ready:
             self.last_ready = start
+        elif self.pool.are_taken:
+            raise RuntimeError(self.pool.troubles())
         elif start - self.last_ready > self.limit_s:
             raise RuntimeError(f"no server is left for {self.limit_s:g} s (--save.timeout-s): {self.pool.troubles()}")
         try:

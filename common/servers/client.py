@@ -36,6 +36,10 @@ class Refused(ServerError):
     """The server answered that it does not do this."""
 
 
+class Taken(Refused):
+    """Another run has given the server its own weights since this one did."""
+
+
 class Client:
     """Of one server, in the loop of asyncio that made it."""
 

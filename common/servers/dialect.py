@@ -12,6 +12,8 @@ from common.servers.transfer import Held
 
 Weights = Path | Held
 """What a server is given: a folder of folder.py, or weights that a group sends."""
+RUN = "weights_"
+"""Begins the name of a run at the servers, with which the names of its versions begin."""
 LOGP_ROUNDING = 1e-3
 """By which a log-prob of a bfloat16 model may be above 0."""
 
@@ -117,6 +119,13 @@ def versions_of(spans: Sequence[dict[str, Any]], num_tokens: int) -> list[str]:
         length = span["end"] - span["start"]
         versions += [str(span["version"])] * min(length, num_tokens + 1 - len(versions))
     return versions
+
+
+def is_of_another_run(held: str, version: str) -> bool:
+    """Whether a server that holds `held` was given it by another run than that of `version`. One that was started anew
+    holds no run's."""
+    own_run = version.rpartition("-")[0]
+    return RUN in held and own_run not in held
 
 
 def is_token(token: Any, vocabulary: int) -> bool:

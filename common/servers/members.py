@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from common.servers.client import Client, Gone, Limits, Refused, ServerError
-from common.servers.dialect import Answer, Ask, Dialect, Needs, Weights, check_answer
+from common.servers.client import Client, Gone, Limits, Refused, ServerError, Taken
+from common.servers.dialect import Answer, Ask, Dialect, Needs, Weights, check_answer, is_of_another_run
 from common.servers.sglang import SGLang
 from common.servers.vllm import VLLM
 
@@ -39,6 +39,8 @@ class Server:
     running: dict[int, tuple[Ask, asyncio.Task]] = field(default_factory=dict)
     trouble: str = ""  # the last error; "": none since it answered
     was_refused: bool = False  # the error will not pass by itself
+    is_taken: bool = False  # by another run
+    was_given: bool = False  # weights of this run, which it had
 
 
 class Members:
@@ -118,6 +120,11 @@ class Members:
         held = await dialect.version(client)
         if version and held != version:
             server.is_ready = False
+            if is_of_another_run(held, version):
+                if server.was_given:
+                    raise Taken(client.line(f"it holds {held}, which another run gave it since: two runs cannot share "
+                                            f"a server, name others with --rollout.servers"))
+                self._say(f"{client.line(f'it holds {held} of another run')}, which this run replaces")
             if not self.loads:
                 return
             self.num_compared = await dialect.load(client, self.weights, version)
@@ -128,19 +135,27 @@ class Members:
         server.dialect = dialect
         server.trouble = ""
         server.was_refused = False
+        server.is_taken = False
         if version == self.version:
+            server.was_given = bool(version)
             server.is_ready = True
             self._dispatch()
 
     def _lose(self, server: Server, error: ServerError) -> None:
         """The server cannot sample now. It will be asked again."""
-        if not server.trouble and self.loads:
-            print(f"{error}; it is left out until it answers", flush=True)
+        if not server.trouble:
+            self._say(f"{error}; it is left out until it answers")
         server.trouble = str(error)
         server.was_refused = isinstance(error, Refused)
+        server.is_taken = isinstance(error, Taken)
         server.is_ready = False
         server.dialect = None
         self._take_back(server)
+
+    def _say(self, line: str) -> None:
+        """Of several ranks, by the one that loads."""
+        if self.loads:
+            print(line, flush=True)
 
     def _take_back(self, server: Server) -> None:
         """What the server was asked for goes to others."""

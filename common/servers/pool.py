@@ -110,6 +110,12 @@ class Pool:
     def num_ready(self) -> int:
         return sum(server.is_ready for server in list(self.members.servers.values()))
 
+    @property
+    def are_taken(self) -> bool:
+        """Whether another run has taken all servers: none will be ready."""
+        servers = list(self.members.servers.values())
+        return bool(servers) and all(server.is_taken for server in servers)
+
     def troubles(self) -> str:
         """Of the servers that are not ready, in one line."""
         texts = []

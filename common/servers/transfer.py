@@ -67,8 +67,9 @@ class HeldWeights:
         self.last = Held(self.last.kind, self.last.device, {}, {})
 
 
-async def transfer(client: Client, held: Held) -> None:
-    """In an update that has begun. Raises Gone; the worker closes its own end, whatever happens."""
+async def transfer(client: Client, held: Held, version: str) -> None:
+    """In an update that has begun. `version`: its name. Raises Gone; the worker closes its own end, whatever
+    happens."""
     thread = f"transfer to {client.url}"
     if sum(one.name == thread for one in threading.enumerate()) >= MOST_HANGING:
         raise Gone(client.line(f"{MOST_HANGING} transfers of weights to it hang: start it with another port"))
@@ -85,6 +86,7 @@ async def transfer(client: Client, held: Held) -> None:
         "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in held.tensors.values()],
         "shapes": [list(tensor.shape) for tensor in held.tensors.values()],
         "sums": held.sums,
+        "version": version,
     }
     asking = asyncio.create_task(client.call("/update_weights", {"update_info": update}, is_long=True))
     try:

@@ -15,6 +15,8 @@ from common.servers.dialect import Answer, Ask, Needs, Weights, versions_of
 from common.servers.group import BACKEND
 from common.servers.transfer import transfer
 
+LOADING = "loading "
+"""Before a version's name, while its weights are loaded."""
 PREFIX = "generate-tokens-"  # of the engine's names for the requests of this route
 BYTES_OF_TOKEN = 512  # of an answer, at most
 EXTENSION = "tools.vllm_worker.Extension"
@@ -107,11 +109,14 @@ class VLLM:
         await client.call("/pause?mode=abort", {})
         with contextlib.suppress(Gone):  # an earlier load was left unfinished: what it began is ended here
             await client.call("/start_weight_update", {}, is_long=True)
+        # tokens that any run samples from now on, before the end, have no version that a run takes
+        await client.call("/update_weight_version", {"new_version": LOADING + version})
         try:
             if isinstance(weights, Path):
-                await client.call("/update_weights", {"update_info": {"folder": str(weights)}}, is_long=True)
+                update = {"folder": str(weights), "version": version}
+                await client.call("/update_weights", {"update_info": update}, is_long=True)
             else:
-                await transfer(client, weights)
+                await transfer(client, weights, version)
         except Gone as error:
             if error.status:  # the worker said no
                 raise Refused(str(error), error.status) from None
@@ -121,7 +126,12 @@ class VLLM:
         await client.call("/resume", {})
         if not flushed["success"]:
             raise Refused(client.line("it did not forget the prefixes that older weights computed"))
-        of_workers = await client.call("/collective_rpc", {"method": "compared_tensors"})
-        # last: a load that was cut off before has another version, and is done again
+        # a load that was cut off before has another version, and is done again
         await client.call("/finish_weight_update", {"weight_version": version})
+        of_workers = await client.call("/collective_rpc", {"method": "loaded"})
+        for held in of_workers["results"]:
+            if held["version"] != version:  # this name is not theirs
+                await client.call("/update_weight_version", {"new_version": LOADING + version})
+                raise Refused(client.line(f"it was given the weights {version}, and {held['version']} at the same "
+                                          f"time: does another run use this server?"))
         return int(of_workers["results"][0]["count"])

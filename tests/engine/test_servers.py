@@ -158,6 +158,60 @@ def test_what_other_weights_sampled_is_sampled_anew(pool, servers):
     assert pool.num_moved >= 1
 
 
+def test_a_run_leaves_its_server_to_another_one_that_has_taken_it(servers):
+    """With a server of its own it goes on; without one it ends, on ranks that do not load too."""
+    urls = [server.url for server in servers]
+    for pool, reader in zip(pool_of(urls), pool_of(urls, loads=False)):
+        for one in (pool, reader):
+            one.present(Path("/folder/1"), "weights_a-000001")
+        for one in (pool, reader):
+            one.wait_ready(10.0)
+        servers[0].version = "weights_b-000007"
+        end = time.monotonic() + 30
+        while pool.num_ready + reader.num_ready > 2 and time.monotonic() < end:
+            time.sleep(0.02)
+        for number in range(6):
+            pool.add(number, ask(number))
+        assert len(collect(pool, 6)) == 6 and servers[0].generated == [] and not pool.are_taken
+        assert servers[0].version == "weights_b-000007" and "which another run gave it" in pool.troubles()
+        servers[1].version = "loading weights_b-000008"
+        while not (pool.are_taken and reader.are_taken) and time.monotonic() < end:
+            time.sleep(0.02)
+        assert pool.are_taken and reader.are_taken
+        pool.present(Path("/folder/2"), "weights_a-000002")
+        with pytest.raises(Refused, match=r"it holds weights_b-000007, which another run gave it since"):
+            pool.wait_ready(60.0)
+        servers[1].version = "default"  # it was started anew
+        while pool.num_ready == 0 and time.monotonic() < end:
+            time.sleep(0.02)
+        assert servers[1].version == "weights_a-000002" and servers[0].version == "weights_b-000007"
+
+
+def test_a_new_run_replaces_the_weights_of_one_that_has_ended(servers, capsys):
+    servers[0].version = "loading weights_b-000007"
+    for pool in pool_of([servers[0].url]):
+        pool.present(Path("/folder/1"), "weights_a-000001")
+        pool.wait_ready(10.0)
+        assert servers[0].version == "weights_a-000001"
+    assert "it holds loading weights_b-000007 of another run, which this run replaces" in capsys.readouterr().out
+
+
+def test_while_weights_are_loaded_tokens_have_no_version_of_a_run(pool, servers):
+    begin(pool)
+    for server in servers:
+        assert server.version_at_update == "loading run-1"
+
+
+def test_weights_that_two_runs_loaded_at_once_are_no_ones(servers):
+    """The other run's came after this one's, before they had a name."""
+    servers[0].at_finish = lambda: setattr(servers[0], "loaded", "weights_b-000000")
+    for pool in pool_of([servers[0].url]):
+        pool.present(Path("/folder/1"), "weights_a-000001")
+        with pytest.raises(Refused, match=r"given the weights weights_a-000001, and weights_b-000000 at the same time"):
+            pool.wait_ready(10.0)
+        assert servers[0].version == "loading weights_a-000001"
+
+
 def test_a_request_that_is_never_answered_goes_to_another_server(servers):
     """By a server that answers all else: what computes hangs."""
     for pool in pool_of([server.url for server in servers], work_s=1.0):
@@ -427,6 +481,18 @@ def test_without_a_server_left_a_rollout_ends_in_a_line(engine, servers, world, 
     with pytest.raises(RuntimeError, match=r"no server is left for 3 s \(--save.timeout-s\): server http"):
         engine.complete(requests(6), SamplingConfig(1.0, 8))
     killer.join()
+
+
+def test_a_rollout_whose_servers_another_run_takes_ends_at_once(engine, servers, world, tiny_llama):
+    engine.limit_s = 3600.0
+    engine.wake(random_policy(AutoConfig.from_pretrained(tiny_llama), world))
+    for server in servers:
+        server.delay_s = 60.0
+    taker = threading.Timer(0.3, lambda: [setattr(server, "version", "weights_b-000001") for server in servers])
+    taker.start()
+    with pytest.raises(RuntimeError, match=r"holds weights_b-000001, which another run gave it since: two runs cannot"):
+        engine.complete(requests(6), SamplingConfig(1.0, 8))
+    taker.join()
 
 
 def test_a_sync_without_a_server_ends_in_a_line(engine, servers, world, tiny_llama):

@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from common.servers.folder import WeightFolder
 from common.servers.pool import Pool
 from common.servers.transfer import Held
 from common.sync.checksums import as_numbers, checksum
-from tests.conftest import STOPS, VOCAB, launch
+from tests.conftest import ROOT, STOPS, VOCAB, launch
 from tests.engine.servers import KEY, VLLMServer, make_model
 from tests.scripts.test_supervised import metrics_of
 from tools import try_script
@@ -53,7 +55,11 @@ def flags_of(server: VLLMServer) -> list[str]:
 
 
 def tokens_of(run_dir: Path, step: int) -> list[list[int]]:
-    return [row["tokens"] for row in pq.read_table(run_dir / f"rollouts/step_{step:06d}.parquet").to_pylist()]
+    return [row["tokens"] for row in rows_of(run_dir, step)]
+
+
+def rows_of(run_dir: Path, step: int) -> list[dict]:
+    return pq.read_table(run_dir / f"rollouts/step_{step:06d}.parquet").to_pylist()
 
 
 def must_be_the_same(ours: Path, theirs: Path, steps: int) -> None:
@@ -78,6 +84,46 @@ def test_in_turn_a_server_samples_what_the_engine_in_process_does(server, model,
     must_be_the_same(tmp_path / "server", tmp_path / "own", 3)
     launch("grpo.py", *given, *flags_of(server), "--rollout.server-transfer", "gloo", "--run-dir", tmp_path / "gloo")
     must_be_the_same(tmp_path / "gloo", tmp_path / "own", 3)
+
+
+VARIANTS = {
+    "two trainers": ["grpo.py"],
+    "texts that end a response, and filters": [
+        "grpo.py", "--rollout.stop", "e", " the", "--rollout.temperature", "0.8", "--rollout.top-p", "0.7",
+        "--rollout.top-k", "50", "--correction.weights", "token"],
+    "episodes and samplers": [
+        "async_grpo.py", "--samplers", "1", "--correction.weights", "token", "--rollout.episode",
+        "envs/guess_number.py", "--rollout.max-turns", "4", "--rollout.max-response-length", "150",
+        "--reward.num-workers", "1", "--train-data"],
+    "more groups than are trained": ["dapo.py", "--keep-surplus", "--correction.preset", "decoupled-token-is"],
+    "a greedy baseline": ["rloo.py", "--baseline", "remax", "--rollout.max-response-length", "1"],
+}
+WITH_TWO_RANKS = ("two trainers", "episodes and samplers")
+SAMPLED = ("index", "tokens", "mask", "finish_reason", "end_reason", "score")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_whatever_is_sampled_is_what_the_engine_in_process_samples(variant, server, model, small_train, tmp_path):
+    """Tokens, their log-probs, why they end, and what is learned of them."""
+    script, *flags = VARIANTS[variant]
+    if flags[-1:] == ["--train-data"]:
+        subprocess.run([sys.executable, "data/guess_number.py", "--out", tmp_path / "data", "--num-train", "32"],
+                       check=True, cwd=ROOT)
+        flags.append(str(tmp_path / "data/train.parquet"))
+    ranks = 2 if variant in WITH_TWO_RANKS else 0
+    for name, engine in (("server", flags_of(server)), ("own", IN_PROCESS)):
+        launch(script, "--model", model, "--train-data", small_train, *FLAGS, *engine, "--total-steps", "3", *flags,
+               "--run-dir", tmp_path / name, ranks=ranks)
+    num_tokens = 0
+    for step in range(1, 4):
+        ours, theirs = rows_of(tmp_path / "server", step), rows_of(tmp_path / "own", step)
+        for row, other in zip(ours, theirs, strict=True):
+            assert [row[name] for name in SAMPLED] == [other[name] for name in SAMPLED]
+            assert row["rollout_logp"] == pytest.approx(other["rollout_logp"], abs=1e-5, nan_ok=True)
+            num_tokens += len(row["tokens"])
+    assert num_tokens > 5
+    gradients = [[line["actor/grad_norm"] for line in metrics_of(tmp_path / name)] for name in ("server", "own")]
+    assert gradients[0] == pytest.approx(gradients[1], rel=1e-6) and max(gradients[0]) > 0
 
 
 def test_samplers_that_ask_a_server_make_the_rollouts_of_those_with_an_engine(server, model, small_train, tmp_path):
@@ -186,6 +232,40 @@ def test_older_weights_are_not_loaded_over_newer_ones(pool, model, tmp_path):
     pool.present(first, "sixth")
     with pytest.raises(Refused, match=r"version 6 come after those of version 7"):
         pool.wait_ready(60.0)
+
+
+def test_two_runs_that_share_a_server_never_take_each_others_tokens(server, model, tmp_path):
+    """Both ask for responses of one token, as fast as they can; the one that came first ends in a line."""
+    factors = {"weights_a": 1.0, "weights_b": 1.5}
+    pools = {}
+    taken = {run: [] for run in factors}
+    number = 0
+    end = time.monotonic() + 90
+    try:
+        for run, factor in factors.items():
+            pools[run] = Pool(lambda: [server.url], os.environ[KEY], Limits(20.0, 3600.0), Needs("float32", 512, SIZES),
+                              64, loads=True)
+            weights = weights_of(model, tmp_path / run, factor)
+            pools[run].present(weights.folder, f"{run}-000000")
+            while len(taken[run]) < 100 and time.monotonic() < end:
+                for other, pool in pools.items():
+                    while len(pool.open) < 24:
+                        number += 1
+                        sample(pool, number, 1)
+                    taken[other] += [answer for _, answer in pool.take(0.01)]
+        while not pools["weights_a"].are_taken and time.monotonic() < end:
+            time.sleep(0.05)
+        assert pools["weights_a"].are_taken and pools["weights_b"].num_ready == 1
+        assert "which another run gave it since: two runs cannot share a server" in pools["weights_a"].troubles()
+    finally:
+        for pool in pools.values():
+            pool.close()
+    for run, factor in factors.items():
+        assert len(taken[run]) >= 100
+        tokens = sorted({token for answer in taken[run] for token in answer.tokens})
+        expected = {token: logp_of(model, factor, [token], [*range(5, 40)])[0] for token in tokens}
+        for answer in taken[run]:
+            assert answer.logp[0] == pytest.approx(expected[answer.tokens[0]], abs=1e-4)
 
 
 def test_a_server_without_a_key_in_the_request_answers_nothing(server, model, small_train, tmp_path):

@@ -2,7 +2,10 @@
 
 import asyncio
 import json
+import os
 import shutil
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -10,10 +13,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from common.flags.rollout import SamplingConfig
-from common.servers.client import Client, Limits, Refused
+from common.servers.client import Client, Gone, Limits, Refused
 from common.servers.dialect import Answer, Ask, Needs, check_answer
 from common.servers.folder import WeightFolder
 from common.servers.members import dialect_of
+from common.servers.pool import Pool
 from common.servers.sglang import SGLang, compare
 from tests.conftest import VOCAB, launch
 from tests.engine.served import KEY, KEY_NAME, SGLANG_FLAGS, Served, needs_sglang
@@ -178,6 +182,60 @@ def test_a_sync_gives_the_server_the_trainers_weights(loaded, model, tmp_path):
     assert running.finish_reason == "abort" and set(running.versions) == {"run-000000"}
     assert version == "run-000001" and set(answer.versions) == {"run-000001"}
     assert answer.logp == pytest.approx(expected_logp(model, answer.tokens, config), abs=2e-5)
+
+
+@pytest.mark.parametrize("path", ["/pause_generation", "/update_weights_from_disk", "/continue_generation"])
+def test_a_server_that_stands_still_in_a_sync_never_samples_older_weights_as_newer(
+        path, served, model, tmp_path, monkeypatch):
+    """The trainer gives up, and has newer weights when the server goes on, which then reads what it was asked before,
+    too. Short responses, as many as it takes: each is of the weights whose name it has."""
+    pids = served.pids()[served.urls[0]]
+    call = Client.call
+    stopped = []
+
+    async def stopping(client, asked, *given, **named):
+        if asked == path and weights.version == 1 and not stopped:
+            stopped.append(asked)
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+        return await call(client, asked, *given, **named)
+
+    monkeypatch.setattr(Client, "call", stopping)
+    needs = Needs("float32", MAX_LENGTH, {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2})
+    weights = WeightFolder(tmp_path, f"weights_{path[1:]}", torch.float32)
+    pool = Pool(lambda: served.urls[:1], KEY, Limits(3.0, 5.0), needs, 8, loads=True)
+    expected = {}
+    number = 0
+    try:
+        for version in range(3):
+            weights.write(iter([*changed(model, version).named_parameters()]))
+            with torch.no_grad():
+                logits = model(torch.tensor([PROMPT])).logits[0, -1]
+            expected[weights.name] = logits.log_softmax(-1)
+            pool.present(weights.folder, weights.name)
+            if version == 1:
+                with pytest.raises(Gone):
+                    pool.wait_ready(8.0)
+                continue
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+            pool.wait_ready(60.0)
+            taken = []
+            end = time.monotonic() + 60
+            while len(taken) < 100 and time.monotonic() < end:
+                while len(pool.open) < 8:
+                    number += 1
+                    pool.add(number, Ask(f"request-{number}", PROMPT, number, SamplingConfig(1.0, 1), [2]))
+                taken += [answer for _, answer in pool.take(0.1)]
+            assert len(taken) >= 100 and stopped == [path] * (version > 0)
+            pool.abort({*pool.open})
+            for answer in taken:
+                assert answer.versions == [weights.name]
+                assert answer.logp[0] == pytest.approx(expected[weights.name][answer.tokens[0]].item(), abs=2e-5)
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        pool.close()
 
 
 def test_other_weights_than_the_trainers_are_found(loaded, model, tmp_path):

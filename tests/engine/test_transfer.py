@@ -109,7 +109,7 @@ def test_a_server_that_is_lost_in_a_transfer_is_left_out_and_joins_again(fault, 
     pool.wait_ready(10.0)
     wait_for(pool, 1)
     must_hold(second, given, "run-1")
-    assert first.version == "default" and lost == [2]
+    assert first.version == "loading run-1" and lost == [2]
     must_sample(pool, "run-1")
     assert first.generated == []
     end = time.monotonic() + 20

@@ -24,6 +24,7 @@ def tokens_of(seed: int, count: int) -> list[int]:
 class ToldServer:
     def __init__(self) -> None:
         self.version = "default"
+        self.loaded = ""  # the version of the weights that it has
         self.calls: list[str] = []  # paths, of those that change or read the engine
         self.generated: list[int] = []  # seeds
         self.delay_s = 0.0
@@ -37,6 +38,8 @@ class ToldServer:
         self.group: Group | None = None
         self.received: list[tuple[str, Tensor]] = []  # of the last transfer
         self.sums: dict[str, Sequence[int]] = {}
+        self.version_at_update = ""
+        self.at_finish = lambda: None  # called as weights get their name
         self.at_tensor = lambda number: None  # called before the tensor of this number is received
         self.aborted: dict[str, asyncio.Event] = {}
         self.headers: list[str] = []
@@ -64,6 +67,7 @@ class ToldServer:
             web.post("/init_weight_transfer_engine", self._join),
             web.post("/update_weights", self._update),
             web.post("/finish_weight_update", self._finish),
+            web.post("/update_weight_version", self._name),
             web.post("/reset_prefix_cache", self._simple({"success": True})),
             web.post("/inference/v1/generate", self._generate),
             web.post("/inference/v1/abort_requests", self._abort),
@@ -109,7 +113,9 @@ class ToldServer:
 
     async def _rpc(self, request: web.Request) -> web.Response:
         method = (await request.json())["method"]
-        answer = {"transfer": "trainer", "sizes": self.sizes} | self.model if method == "describe" else {"count": 3}
+        answer = {"count": 3, "version": self.loaded}
+        if method == "describe":
+            answer = {"transfer": "trainer", "sizes": self.sizes} | self.model
         return web.json_response({"results": [answer]})
 
     async def _weight_info(self, request: web.Request) -> web.Response:
@@ -133,6 +139,7 @@ class ToldServer:
 
     async def _update(self, request: web.Request) -> web.Response:
         update = (await request.json())["update_info"]
+        self.version_at_update = self.version
         if "names" in update:
             try:
                 await asyncio.to_thread(self._receive, update)
@@ -140,10 +147,16 @@ class ToldServer:
                 return web.json_response({"error": {"message": str(error)}}, status=500)
         if self.load_error:
             return web.json_response({"error": {"message": self.load_error}}, status=500)
+        self.loaded = update["version"]
         return web.json_response({})
 
     async def _finish(self, request: web.Request) -> web.Response:
+        self.at_finish()
         self.version = (await request.json())["weight_version"]
+        return web.json_response({})
+
+    async def _name(self, request: web.Request) -> web.Response:
+        self.version = (await request.json())["new_version"]
         return web.json_response({})
 
     async def _abort(self, request: web.Request) -> web.Response:

@@ -5,6 +5,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import sys
 import time
 import urllib.request
@@ -13,7 +14,7 @@ from itertools import pairwise
 import pytest
 
 from common.flags.rollout import SamplingConfig
-from common.servers.client import Client, Refused
+from common.servers.client import Client, Limits, Refused
 from common.servers.dialect import Ask, Needs, check_answer
 from common.servers.vllm import VLLM
 from tests.conftest import VOCAB
@@ -117,9 +118,13 @@ def test_a_server_that_ends_is_said_and_started_again(engine, tmp_path):
 def test_no_server_left_is_the_end(flags, starts, engine, tmp_path):
     (tmp_path / "fails").touch()
     served = Served("vllm", "some/model", tmp_path, ("--python", engine, *flags), count=2)
+    (tmp_path / "logs").mkdir()
+    for url in served.urls:  # as an earlier start left it
+        (tmp_path / f"logs/{url.rpartition(':')[2]}.log").write_text("an older error\n")
     served.start()
     assert served.process.wait(30) == 1
     said = served.said.read_text()
+    assert "an older error" not in said
     assert said.count("has ended with code 1") == 2 * starts
     assert "it cannot start" in said and "no server is left" in said
 
@@ -134,6 +139,9 @@ REFUSED = {
     "host": ("--host 0.0.0.0", "with --auth-env"),
     "seeds": ("--seeds", "--engine sglang"),
     "length": ("--max-length 1", "must be positive"),
+    "python": ("--python /nowhere/python", "--python /nowhere/python is no program"),
+    "model": ("--model /nowhere/model", "--model /nowhere/model is no folder here"),
+    "address": ("--host 192.0.2.1 --auth-env PATH", "--host 192.0.2.1 --port 8000: Cannot assign requested address;"),
 }
 
 
@@ -148,6 +156,28 @@ def test_flags_that_cannot_work_are_refused(case, monkeypatch, capsys):
     assert ended.value.code == 2 and said in errors and errors.count("\n") == 1
 
 
+def test_a_port_that_another_server_has_is_refused(monkeypatch, capsys):
+    """Whose answers would else count as those of the server that is being started."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        monkeypatch.setattr(sys, "argv", ["serve", "--model", "m", "--servers", "2", "--port", str(port - 1)])
+        with pytest.raises(SystemExit) as ended:
+            serve.main()
+    assert ended.value.code == 2
+    assert f"--port {port}: Address already in use; the servers here would have the ports" in capsys.readouterr().err
+
+
+def test_the_cpu_is_not_taken_by_mistake_where_there_are_gpus(monkeypatch, tmp_path, capsys):
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(serve, "DEVICES", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(sys, "argv", ["serve", "--model", "m"])
+    with pytest.raises(SystemExit):
+        serve.main()
+    assert "--gpus 0 serves on the CPU, and this machine has 2 GPUs: set --gpus" in capsys.readouterr().err
+
+
 @pytest.mark.engine
 @pytest.mark.sweep
 def test_vllm_itself_is_ready_for_training(folder, tmp_path):  # noqa: F811
@@ -156,7 +186,7 @@ def test_vllm_itself_is_ready_for_training(folder, tmp_path):  # noqa: F811
     ask = Ask("a", [5, 6, 7], 1, SamplingConfig(1.0, 8), [2])
 
     async def work(url):
-        client, stranger = Client(url, KEY, 60.0), Client(url, "", 60.0)
+        client, stranger = Client(url, KEY, Limits(60.0, 600.0)), Client(url, "", Limits(60.0, 600.0))
         try:
             assert await VLLM.is_spoken(client) and await VLLM.problems(client, needs) == []
             check_answer(client, ask, await VLLM.generate(client, ask), VOCAB)
