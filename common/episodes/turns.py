@@ -115,7 +115,7 @@ def cut(batch: Batch, units: Units, longest: int) -> Batch:
     width = longest + 1
     begins, unit_of_begin = (units.sequence * width + units.first_token).sort()                     # [U]
     sequence_of_token = batch.sequence_ids                                                          # [T]
-    place_of_token = batch.number[sequence_of_token] * width + batch.sequence_positions                   # [T]
+    place_of_token = batch.number[sequence_of_token] * width + batch.sequence_positions         # [T]
     unit_of_token = unit_of_begin[torch.searchsorted(begins, place_of_token, right=True) - 1]       # [T]
     pairs = torch.stack([sequence_of_token, unit_of_token])                                         # [2, T]
     _, lengths = pairs.unique_consecutive(dim=1, return_counts=True)

@@ -99,7 +99,7 @@ def hidden_with_images(backbone: PreTrainedModel, row: Row, prompts: Any) -> Ten
 
 def files_of_sequences(batch: Batch, prompts: Any) -> list[list[Any]]:
     """The files of the images in each sequence, in their order."""
-    rows = torch.where(batch.index < 0, -1, batch.image_row).tolist()                 # a dummy has no images
+    rows = torch.where(batch.index < 0, -1, batch.image_row).tolist()           # a dummy has no images
     files = []
     for number, of_prompt in zip(batch.number.tolist(), rows):
         files.append(prompts.images_of(number, of_prompt))

@@ -60,7 +60,7 @@ class PackedModel(nn.Module):
         if self.prompts is not None and row.batch.image_row is not None:
             return hidden_with_images(backbone, row, self.prompts)
         tokens = row.batch.tokens[row.run]                                                              # [t]
-        positions = row.batch.sequence_positions[row.run]                                                     # [t]
+        positions = row.batch.sequence_positions[row.run]                                               # [t]
         out = backbone(input_ids=tokens[None], position_ids=positions[None], use_cache=False, **row.layout)
         return out.last_hidden_state[0]
 

@@ -190,12 +190,14 @@ class Members:
             error = raised
             if not isinstance(error, ServerError):
                 error = Refused(client.line(f"answered otherwise than expected: {error!r}"))
+            if not self._ends(server, number):
+                return
             # the server's own end shows at once in all that it was asked for; a keeper finds out what it is
-            server.running.pop(number)
             self._again(number, ask, error)
             self._lose(server, error)
             return
-        server.running.pop(number)
+        if not self._ends(server, number):
+            return
         is_present = set(answer.versions) <= {self.version}
         if is_present and (number in self.aborted or answer.finish_reason != "abort"):
             self.ended.put((number, answer))
@@ -204,6 +206,15 @@ class Members:
             server.is_ready = False
             self._wake_keepers()
         self._dispatch()
+
+    def _ends(self, server: Server, number: int) -> bool:
+        """Whether this task's request is still its own. One that was taken back meanwhile is another task's: of a task
+        whose time is up as it is cancelled, aiohttp raises TimeoutError."""
+        _, task = server.running.get(number, (None, None))
+        if task is not asyncio.current_task():
+            return False
+        server.running.pop(number)
+        return True
 
     def _again(self, number: int, ask: Ask, error: ServerError) -> None:
         self.num_moved += 1

@@ -26,9 +26,9 @@ from PIL import Image
 
 import tools.report
 import tools.runs
-from common import metrics
 from common.rollouts.record import SCHEMA, Recorder, write_step
 from common.rollouts.record import write_validation as write_validation_file
+from common.tracking import preferences
 from common.tracking.logger import LogConfig
 from common.tracking.now import EVERY_S, Now
 from tests.conftest import NO_BROWSER, ROOT
@@ -372,7 +372,7 @@ def test_losses_and_preferences_have_a_chart(script, titles):
     """Whatever of these names a script or its functions log is drawn, for one run; the loss for several runs too."""
     assert len(CHARTS) > 20
     text = (ROOT / f"{script}.py").read_text()
-    logged = inspect.getsource(metrics.preference_metrics), inspect.getsource(metrics.label_metrics)
+    logged = inspect.getsource(preferences.preference_metrics), inspect.getsource(preferences.label_metrics)
     for function, source in zip(("preference_metrics(", "label_metrics("), logged):
         if function in text:
             text += source

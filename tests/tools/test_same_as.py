@@ -2,6 +2,7 @@
 at its first number. `tools/setup.sh peers` installs them."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -112,8 +113,10 @@ def written(folder: Path, name: str, change: tuple[str, str]) -> str:
 def compared(peer: str, cases: list[tuple[str, list[str]]], seed: int = 0) -> list[dict]:
     """What the worker tells of each case."""
     given = json.dumps([peer, [[str(ROOT / script), flags, seed] for script, flags in cases]])
+    # accelerate, which TRL stands on, takes these for torchrun's: other tests leave some
+    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     done = subprocess.run([sys.executable, "-W", "ignore", "-m", "tests.tools.compare_worker"], input=given, text=True,
-                          capture_output=True, cwd=ROOT)
+                          capture_output=True, cwd=ROOT, env=env)
     found = [json.loads(line.removeprefix("told ")) for line in done.stdout.splitlines() if line.startswith("told ")]
     assert len(found) == len(cases), done.stderr
     return found

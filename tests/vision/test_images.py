@@ -267,7 +267,7 @@ def test_flops_count_each_image_once(family, matrices, num_full, tmp_path, smoll
     config, prompts = read_config(model, ModelConfig()), load(ROWS, AutoTokenizer.from_pretrained(model), tmp_path)
     order = [(0, 0), (0, 1), (2, 0), (1, 0), (3, 0)]                    # placeholders that were sampled are no images
     with_images, text = batch_of(prompts, order), batch_of(prompts, order)
-    text.row = None
+    text.image_row = None
     expected = 0
     for row in (0, 2, 3):
         pixels = prompts[row].images.pixels()
