@@ -54,7 +54,9 @@ class Client:
         self.http = aiohttp.ClientSession(
             headers=headers,
             trust_env=False,
-            connector=aiohttp.TCPConnector(limit=0),
+            # a connection for each request: one that is kept may be closed by the server, after an error for example,
+            # as the next request is written
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=limits.answer_s),
         )
 

@@ -330,7 +330,7 @@ def test_a_checkpoint_is_exported_without_its_run(in_one_go, tmp_path):
 @pytest.mark.sweep
 def test_a_run_goes_on_after_midnight(tiny_llama, tmp_path):
     """Its chat template writes the date, and the prompts that it trains on stay those of the first day. Another run
-    that starts from its checkpoint has them, too. (Time zones 47 hours apart stand for two days.)"""
+    that starts from its checkpoint has them, too. (Time zones 46 hours apart stand for two days.)"""
     template = tmp_path / "template.jinja"
     template.write_text("Today is {{ strftime_now('%d %B %Y, %H:%M') }}.{% for m in messages %}<|im_start|>"
                         "{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}")
@@ -339,13 +339,13 @@ def test_a_run_goes_on_after_midnight(tiny_llama, tmp_path):
     command = ["sft.py", "--model", tiny_llama, "--train-data", str(tmp_path / "rows.jsonl"), "--rows-per-step", "2",
                "--policy.compute-dtype", "float32", "--data.chat-template-file", str(template), "--data.max-length",
                "256"]
-    launch(*command, "--run-dir", tmp_path / "run", "--total-steps", "1", env={"TZ": "X+23"})
+    launch(*command, "--run-dir", tmp_path / "run", "--total-steps", "1", env={"TZ": "XXX+23"})
     day = files.read_manifest(tmp_path / "run/checkpoints/step_000001")["state"]["day"]
-    said = launch(*command, "--run-dir", tmp_path / "run", "--total-steps", "2", env={"TZ": "X-24"}).stdout
+    said = launch(*command, "--run-dir", tmp_path / "run", "--total-steps", "2", env={"TZ": "XXX-23"}).stdout
     assert "resumed after step 1" in said
     shutil.rmtree(tmp_path / "run/model")
     other = launch(*command, "--run-dir", tmp_path / "other", "--total-steps", "3", "--save.resume",
-                   str(tmp_path / "run/checkpoints/step_000002"), env={"TZ": "X-24"}).stdout
+                   str(tmp_path / "run/checkpoints/step_000002"), env={"TZ": "XXX-23"}).stdout
     assert "resumed after step 2" in other
     days = [files.read_manifest(tmp_path / name)["state"]["day"]
             for name in ("run/checkpoints/step_000002", "other/checkpoints/step_000003")]

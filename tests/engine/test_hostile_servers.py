@@ -4,6 +4,7 @@ import asyncio
 import gzip
 import json
 import pickle
+import re
 import time
 import tracemalloc
 from itertools import pairwise
@@ -41,6 +42,8 @@ def answered(parts, work, key: str = SECRET, timeout_s: float = 5.0):
     async def serve(reader, writer):
         try:
             requests.append(await reader.readuntil(b"\r\n\r\n"))
+            if body := re.search(rb"Content-Length: (\d+)", requests[-1]):
+                requests[-1] += await reader.readexactly(int(body[1]))
             for part in parts:
                 writer.write(part)
                 await writer.drain()
@@ -122,6 +125,14 @@ def test_a_server_that_never_answers_is_gone():
         time.sleep(1.0)
 
     answered(slow(), work, timeout_s=0.5)
+
+
+def test_a_server_may_close_a_connection_that_it_promised_to_keep():
+    async def work(client):
+        return [await client.call("/a", {}) for _ in range(20)]
+
+    found, requests = answered([b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"], work)
+    assert found == [{}] * 20 and len(requests) == 20
 
 
 @pytest.mark.parametrize("status", ["301 Moved", "302 Found", "307 Temporary", "308 Permanent"])
