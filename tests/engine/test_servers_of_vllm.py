@@ -144,8 +144,8 @@ def test_groups_in_flight_are_continued(server, model, small_train, tmp_path):
            "200", "--rollout.max-num-seqs", "3", "--run-dir", tmp_path)
     lines = metrics_of(tmp_path)
     assert sum(line["rollout/carried_tokens"] for line in lines) > 0
-    measured = [line[DIFFERENCE] for line in lines if DIFFERENCE in line]       # a step may train on nothing
-    assert measured and max(measured) < 1e-3
+    trained = [line for line in lines if "actor/grad_norm" in line]     # a step may have no group that is whole
+    assert len(trained) >= 3 and all(line[DIFFERENCE] < 1e-3 for line in trained)
 
 
 @pytest.fixture
